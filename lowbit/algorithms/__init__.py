@@ -1,0 +1,7 @@
+"""Rounders: ``(weight, scheme) -> codes and scales``. They know a format through encode and decode only."""
+
+from .rtn import rtn
+
+__all__ = ["ROUNDERS"]
+
+ROUNDERS = {"rtn": rtn}

@@ -1,0 +1,70 @@
+"""The one formula: ``w ~ (decode(codes) - zero_point) * scale * outer``, in both directions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .formats import format_named
+from .scheme import PLAIN_SCALES, Scheme
+
+__all__ = ["Scales", "grouped", "scale_values", "to_codes", "to_values"]
+
+
+class Scales(NamedTuple):
+    """What stands beside the codes of a weight [..., N, K], as it is stored.
+
+    ``scale`` [..., N, G]: bf16, fp16 or fp32, or uint8 codes of the scale's format. ``zero_point`` [..., N, G]: uint8
+    or the dtype of the scale, or None. ``outer`` [...]: float32, one for each matrix, or None.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+    outer: Tensor | None = None
+
+
+def grouped(x: Tensor, group: int) -> Tensor:
+    """``x`` [..., K] as [..., G, group], a short last group filled up with zeros."""
+    k = x.shape[-1]
+    if k % group or k == 0:
+        x = torch.nn.functional.pad(x, (0, -k % group if k else group))
+    return x.unflatten(-1, (-1, group))
+
+
+def scale_values(scheme: Scheme, scales: Scales, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers that the scales stand for, ``scale * outer``, rounded to float32; [..., N, G] as ``dtype``."""
+    if scheme.scale in PLAIN_SCALES:
+        value = scales.scale.to(torch.float32)
+    else:
+        value = format_named(scheme.scale).decode(scales.scale)
+    if scales.outer is not None:
+        value = value * scales.outer[..., None, None]
+    return value.to(dtype)
+
+
+def to_codes(w: Tensor, scheme: Scheme, scales: Scales) -> Tensor:
+    """Round ``w`` [..., N, K] (float32 or float64, finite) to codes, uint8 [..., N, K], with the scales held."""
+    k = w.shape[-1]
+    if k == 0:
+        return torch.zeros(w.shape, dtype=torch.uint8, device=w.device)
+    scale = scale_values(scheme, scales, w.dtype)[..., None]
+    # A group of zeros (or one that underflowed) has scale 0 and means 0 whatever its codes; 1 keeps NaN out of them.
+    x = grouped(w, scheme.group(k)) / torch.where(scale == 0, 1.0, scale)
+    if scales.zero_point is not None:
+        x += scales.zero_point[..., None].to(w.dtype)
+    return scheme.fmt.nearest(x).flatten(-2)[..., :k]
+
+
+def to_values(codes: Tensor, scheme: Scheme, scales: Scales, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight [..., N, K] that ``codes`` [..., N, K] stand for, computed in float32 (float64 if asked for)."""
+    k = codes.shape[-1]
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    if k == 0:
+        return torch.zeros(codes.shape, dtype=dtype, device=codes.device)
+    x = grouped(scheme.fmt.decode(codes, compute), scheme.group(k))
+    if scales.zero_point is not None:
+        x = x - scales.zero_point[..., None].to(compute)
+    x = x * scale_values(scheme, scales, compute)[..., None]
+    return x.flatten(-2)[..., :k].to(dtype)

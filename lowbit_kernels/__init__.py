@@ -1,0 +1,1 @@
+"""What runs: the operators, the registry of kernels, and the kernels."""

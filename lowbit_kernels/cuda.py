@@ -1,0 +1,1 @@
+"""Rows for what csrc compiles for cuda."""

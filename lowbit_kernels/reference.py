@@ -1,0 +1,162 @@
+"""The eager PyTorch meaning of every operator: the last row of the registry and the oracle of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowbit.grid import Scales, to_codes, to_values
+from lowbit.packing import pack_unchecked, packed_size, unpack
+from lowbit.scales import choose, outer_scale
+from lowbit.scheme import Scheme
+
+from .registry import Kernel, register
+
+__all__ = ["dequantize", "embedding", "grouped_linear", "linear", "quantize", "quantized_linear"]
+
+_CHUNK = 1 << 20  # weights at a time: temporaries stay in the cache, and far below the size of a layer
+
+
+def _row_chunks(rows: int, k: int) -> Iterator[slice]:
+    step = max(1, _CHUNK // max(k, 1))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Packed codes, scales, zero points and outer scale of ``w`` [..., N, K], rounded to nearest."""
+    *lead, n, k = w.shape
+    flat = w.reshape(-1, n, k)
+    compute = torch.float64 if w.dtype == torch.float64 else torch.float32
+    g = scheme.groups(k) if k else 0
+    packed = torch.empty(flat.shape[0], n, packed_size(scheme.bits, k), dtype=torch.uint8, device=w.device)
+    scale = torch.empty(flat.shape[0], n, g, dtype=scheme.scale_dtype, device=w.device)
+    zero = None if scheme.zero_point_dtype is None else torch.empty_like(scale, dtype=scheme.zero_point_dtype)
+    outer = torch.zeros(flat.shape[0], dtype=torch.float32, device=w.device) if scheme.outer else None
+    for e, matrix in enumerate(flat):
+        if outer is not None and matrix.numel():
+            low, high = torch.aminmax(matrix)
+            outer[e] = outer_scale(torch.maximum(-low, high).to(compute), scheme)
+        for rows in _row_chunks(n, k) if k else ():
+            part = matrix[rows].to(compute)
+            chosen = choose(part, scheme, method, None if outer is None else outer[e])
+            packed[e, rows] = pack_unchecked(to_codes(part, scheme, chosen), scheme.bits)
+            scale[e, rows] = chosen.scale
+            if zero is not None and chosen.zero_point is not None:
+                zero[e, rows] = chosen.zero_point
+    return (
+        packed.reshape(*lead, n, packed.shape[-1]),
+        scale.reshape(*lead, n, g),
+        None if zero is None else zero.reshape(*lead, n, g),
+        None if outer is None else outer.reshape(lead),
+    )
+
+
+def dequantize(
+    packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, scheme: Scheme, k: int, dtype: torch.dtype
+) -> Tensor:
+    """The weight [..., N, K] as ``dtype``: each number computed in float32 and rounded once."""
+    out = torch.empty(*packed.shape[:-1], k, dtype=dtype, device=packed.device)
+    n = packed.shape[-2]
+    step = max(1, _CHUNK // max(k, 1))
+    if packed.dim() > 2:
+        for e in range(packed.shape[0]):
+            out[e] = dequantize(
+                packed[e],
+                scale[e],
+                None if zero_point is None else zero_point[e],
+                None if outer is None else outer[e],
+                scheme,
+                k,
+                dtype,
+            )
+        return out
+    for start in range(0, n if k else 0, step):
+        rows = slice(start, start + step)
+        scales = Scales(scale[rows], None if zero_point is None else zero_point[rows], outer)
+        out[rows] = to_values(unpack(packed[rows], scheme.bits, k), scheme, scales, dtype)
+    return out
+
+
+def linear(
+    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+) -> Tensor:
+    """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``."""
+    weight = dequantize(packed, scale, zero_point, outer, scheme, x.shape[-1], x.dtype)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+    scheme: Scheme,
+    activation: Scheme,
+    input_scale: Tensor | None,
+) -> Tensor:
+    """:func:`linear` with ``x`` rounded to ``activation``: a scale a token, or ``input_scale`` for all of them."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = x.reshape(-1, x.shape[-1]).to(compute)
+    if input_scale is None:
+        scales = choose(rows, activation)
+    else:
+        scales = Scales(
+            input_scale.to(activation.scale_dtype).reshape(1, 1).expand(rows.shape[0], activation.groups(rows.shape[-1]))
+        )
+    rows = to_values(to_codes(rows, activation, scales), activation, scales, compute)
+    weight = dequantize(packed, scale, zero_point, outer, scheme, x.shape[-1], compute)
+    y = torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(compute))
+    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+
+
+def grouped_linear(
+    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+) -> Tensor:
+    """:func:`linear` for each expert: ``x`` [E, M, K], ``packed`` [E, N, bytes], ``bias`` [E, N]; [E, M, N]."""
+    out = x.new_empty(*x.shape[:-1], packed.shape[-2])
+    for e in range(x.shape[0]):  # one expert's weight at a time is in memory
+        out[e] = linear(
+            x[e],
+            packed[e],
+            scale[e],
+            None if zero_point is None else zero_point[e],
+            None if outer is None else outer[e],
+            None if bias is None else bias[e],
+            scheme,
+        )
+    return out
+
+
+def embedding(
+    indices: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    scheme: Scheme,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Rows ``indices`` (any shape) of the weight [N, K]: only those rows are unpacked."""
+    flat = indices.reshape(-1)
+    if flat.numel() and flat.device.type == "cpu":  # elsewhere indexing itself asserts
+        low, high = (int(v) for v in torch.aminmax(flat))
+        if low < 0 or high >= packed.shape[0]:
+            raise IndexError(f"embedding indices must be 0..{packed.shape[0] - 1}, got {low}..{high}")
+    rows = dequantize(packed[flat], scale[flat], None if zero_point is None else zero_point[flat], outer, scheme, k, dtype)
+    return rows.reshape(*indices.shape, k)
+
+
+for _run, _contract in (
+    (quantize, "round to nearest"),
+    (dequantize, "weights rounded once"),
+    (linear, "weights rounded once"),
+    (quantized_linear, "exact"),
+    (grouped_linear, "weights rounded once"),
+    (embedding, "weights rounded once"),
+):
+    register(Kernel(f"reference_{_run.__name__}", _run.__name__, _run, _contract))

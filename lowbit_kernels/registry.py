@@ -1,0 +1,225 @@
+"""The registry: which kernels exist, which one a call takes, why each other one refused, and what ran."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from lowbit.scheme import PLAIN_SCALES, Scheme
+
+__all__ = ["Call", "Kernel", "NoKernelError", "Receipt", "Trace", "explain", "kernels", "register", "select", "strict", "trace"]
+
+# In order of preference: the first row that does not refuse runs. The reference is last and refuses nothing.
+_BACKENDS = ("lowbit_kernels.cuda", "lowbit_kernels.cpu", "lowbit_kernels.triton", "lowbit_kernels.reference")
+_rows: list[Kernel] = []
+
+
+class NoKernelError(RuntimeError):
+    """Strict mode found no kernel for a call; the message explains each refusal."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a kernel is chosen by. ``m``, ``n``, ``k``: rows of x, rows and columns of the weight."""
+
+    op: str
+    device: str
+    arch: int
+    layout: str
+    scheme: Scheme
+    dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row: what a kernel takes, and the function that runs it.
+
+    A field left at None takes everything. ``m`` is an inclusive range; ``arch`` the least architecture (90 for an H100,
+    0 elsewhere). ``available()`` tells why the kernel cannot run on this machine, or None. ``contract`` names the
+    accuracy: ``"exact"`` (fp32 accumulation of the exact quantized weights, rounded once at the end) or ``"weights
+    rounded once"`` (to the dtype of x, before the multiplication).
+    """
+
+    name: str
+    op: str
+    run: Callable[..., Any]
+    contract: str
+    devices: frozenset[str] | None = None
+    layout: str = "canonical"
+    formats: frozenset[str] | None = None
+    zero_points: frozenset[str] | None = None
+    scales: frozenset[str] | None = None
+    groups: Callable[[int], str | None] | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    m: tuple[int, int | None] = (0, None)
+    arch: int = 0
+    available: Callable[[], str | None] = lambda: None
+
+    def refusal(self, call: Call) -> str | None:
+        """The field of ``call`` that this kernel refuses, in words; None if it takes the call."""
+        scheme = call.scheme
+        for field, takes, got in (
+            ("device", self.devices, call.device),
+            ("format", self.formats, scheme.format),
+            ("zero_point", self.zero_points, scheme.zero_point),
+            ("scale", self.scales, scheme.scale + ("+outer" if scheme.outer else "")),
+            ("dtype", self.dtypes, call.dtype),
+        ):
+            if takes is not None and got not in takes:
+                return f"{field}: takes {', '.join(sorted(str(t) for t in takes))}, got {got}"
+        if self.layout != call.layout:
+            return f"layout: takes {self.layout}, got {call.layout}"
+        if self.groups is not None and (reason := self.groups(scheme.group_size)) is not None:
+            return f"group_size: {reason}, got {scheme.group_size}"
+        low, high = self.m
+        if call.m < low or (high is not None and call.m > high):
+            return f"M: takes {low}..{'any' if high is None else high}, got {call.m}"
+        if call.arch < self.arch:
+            return f"arch: needs at least {self.arch}, got {call.arch}"
+        if (reason := self.available()) is not None:
+            return f"unavailable: {reason}"
+        return None
+
+
+ALL_PLAIN_SCALES = frozenset(PLAIN_SCALES)
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add a row behind those that its backend has registered so far."""
+    if any(row.name == kernel.name for row in _rows):
+        raise ValueError(f"a kernel named {kernel.name!r} is registered already")
+    _rows.append(kernel)
+    return kernel
+
+
+@lru_cache(maxsize=1)
+def kernels() -> tuple[Kernel, ...]:
+    """Every row, in order of preference."""
+    for backend in _BACKENDS:
+        importlib.import_module(backend)
+    return tuple(_rows)
+
+
+# ---- selection -------------------------------------------------------------------------------------------------
+
+_strict: ContextVar[frozenset[str] | None] = ContextVar("lowbit_strict", default=None)
+
+
+def select(call: Call) -> Kernel:
+    """The first row that takes ``call``. Raises :class:`NoKernelError` where strict mode leaves none."""
+    return _select(call, _strict.get())
+
+
+@lru_cache(maxsize=8192)
+def _select(call: Call, only: frozenset[str] | None) -> Kernel:
+    for kernel in kernels():
+        if kernel.op == call.op and _allowed(kernel, only) and kernel.refusal(call) is None:
+            return kernel
+    wanted = "a kernel other than the reference" if not only else " or ".join(sorted(only))
+    lines = "\n".join(f"  {name}: {reason or 'not asked for'}" for name, reason in explain(call))
+    raise NoKernelError(f"strict mode asks for {wanted}, and none takes {call}:\n{lines}")
+
+
+def _allowed(kernel: Kernel, only: frozenset[str] | None) -> bool:
+    if only is None:
+        return True
+    return kernel.name in only if only else not kernel.name.startswith("reference")
+
+
+def explain(call: Call) -> list[tuple[str, str | None]]:
+    """(kernel, why it refused ``call``) for every row of its operator; None where it would take it."""
+    return [(kernel.name, kernel.refusal(call)) for kernel in kernels() if kernel.op == call.op]
+
+
+@contextlib.contextmanager
+def strict(*names: str) -> Iterator[None]:
+    """Within the block nothing runs on the reference; with ``names``, nothing but those kernels runs.
+
+    A call that no such kernel takes raises :class:`NoKernelError`.
+    """
+    known = {kernel.name for kernel in kernels()}
+    if unknown := sorted(set(names) - known):
+        raise ValueError(f"no kernel named {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    token = _strict.set(frozenset(names))
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+# ---- receipts --------------------------------------------------------------------------------------------------
+
+
+class Receipt(NamedTuple):
+    """One kind of call that ran: by which kernel, under which accuracy contract."""
+
+    op: str
+    kernel: str
+    contract: str
+    scheme: str
+    dtype: str
+    device: str
+    m: int
+    n: int
+    k: int
+
+
+class Trace:
+    """What ran within :func:`trace`: ``counts`` maps each :class:`Receipt` to its number of calls."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Receipt] = Counter()
+
+    def kernels(self) -> Counter[str]:
+        """Calls of each kernel."""
+        total: Counter[str] = Counter()
+        for receipt, count in self.counts.items():
+            total[receipt.kernel] += count
+        return total
+
+    def __str__(self) -> str:
+        if not self.counts:
+            return "no quantized operator ran"
+        rows = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
+        return "\n".join(
+            f"{count:6d} x {r.op} by {r.kernel} ({r.contract}), {r.scheme}, {r.dtype} on {r.device}, M={r.m} N={r.n} K={r.k}"
+            for r, count in rows
+        )
+
+
+_traces: ContextVar[tuple[Trace, ...]] = ContextVar("lowbit_traces", default=())
+
+
+@contextlib.contextmanager
+def trace() -> Iterator[Trace]:
+    """Collect a receipt of every quantized operator that runs within the block (in this thread)."""
+    record = Trace()
+    token = _traces.set((*_traces.get(), record))
+    try:
+        yield record
+    finally:
+        _traces.reset(token)
+
+
+def run(call: Call, *args: Any) -> Any:
+    """Select a kernel for ``call``, note it in the open traces, and run it."""
+    kernel = select(call)
+    for record in _traces.get():
+        record.counts[
+            Receipt(
+                call.op, kernel.name, kernel.contract, str(call.scheme),
+                str(call.dtype).removeprefix("torch."), call.device, call.m, call.n, call.k,
+            )
+        ] += 1  # fmt: skip
+    return kernel.run(*args)

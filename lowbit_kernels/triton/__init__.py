@@ -1,0 +1,1 @@
+"""Triton kernels: any GPU that Triton targets, and its interpreter."""
