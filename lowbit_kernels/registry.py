@@ -48,7 +48,8 @@ class Kernel:
     A field left at None takes everything. ``m`` is an inclusive range; ``arch`` the least architecture (90 for an H100,
     0 elsewhere). ``available()`` tells why the kernel cannot run on this machine, or None. ``contract`` names the
     accuracy: ``"exact"`` (fp32 accumulation of the exact quantized weights, rounded once at the end) or ``"weights
-    rounded once"`` (to the dtype of x, before the multiplication).
+    rounded once"`` (to the dtype of x, before the multiplication). ``on_request``: taken only where :func:`strict` names
+    it (an interpreter, say, is right but slow). ``tiles``: (M, N, K) of the blocks it works in, whose edges tests probe.
     """
 
     name: str
@@ -65,6 +66,8 @@ class Kernel:
     m: tuple[int, int | None] = (0, None)
     arch: int = 0
     available: Callable[[], str | None] = lambda: None
+    on_request: bool = False
+    tiles: tuple[tuple[int, int, int], ...] = ()
 
     def refusal(self, call: Call) -> str | None:
         """The field of ``call`` that this kernel refuses, in words; None if it takes the call."""
@@ -132,14 +135,24 @@ def _select(call: Call, only: frozenset[str] | None) -> Kernel:
 
 
 def _allowed(kernel: Kernel, only: frozenset[str] | None) -> bool:
-    if only is None:
-        return True
-    return kernel.name in only if only else not kernel.name.startswith("reference")
+    if only:
+        return kernel.name in only
+    return not kernel.on_request and (only is None or not kernel.name.startswith("reference"))
 
 
 def explain(call: Call) -> list[tuple[str, str | None]]:
     """(kernel, why it refused ``call``) for every row of its operator; None where it would take it."""
-    return [(kernel.name, kernel.refusal(call)) for kernel in kernels() if kernel.op == call.op]
+    named = _strict.get() or frozenset()
+    return [
+        (
+            kernel.name,
+            f"only on request: strict({kernel.name!r})"
+            if kernel.on_request and kernel.name not in named
+            else kernel.refusal(call),
+        )
+        for kernel in kernels()
+        if kernel.op == call.op
+    ]
 
 
 @contextlib.contextmanager

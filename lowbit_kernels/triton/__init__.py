@@ -1,1 +1,8 @@
-"""Triton kernels: any GPU that Triton targets, and its interpreter."""
+"""Triton kernels: any GPU that Triton targets, and its interpreter.
+
+Importing this registers the rows and leaves Triton itself alone until one of them runs.
+"""
+
+from . import linear
+
+__all__ = ["linear"]
