@@ -1,0 +1,67 @@
+"""lowbit: every low-bit number format as one tensor, one call to quantize a model, and a receipt of what it cost.
+
+Importing it loads neither Triton nor CUDA; each name below is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from . import pickling as _pickling  # so that torch.load knows a QTensor, whatever else was imported
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "lowbit.formats": ("FORMATS", "Float", "Format", "Int", "Table"),
+    "lowbit.packing": ("pack", "packed_add", "packed_and", "packed_or", "packed_size", "packed_sub", "packed_xor", "unpack"),
+    "lowbit.scheme": ("SCHEMES", "Scheme"),
+    "lowbit.tensor": ("QTensor",),
+    "lowbit.linear": ("QLinear",),
+    "lowbit.embedding": ("QEmbedding",),
+    "lowbit.recipe": ("Recipe", "Rule", "Target"),
+    "lowbit.planning": ("Plan", "explain", "plan"),
+    "lowbit.quantize": ("quantize_",),
+    "lowbit.checkpoint": ("CheckpointError", "load", "save"),
+    "lowbit.environment": ("env",),
+    "lowbit.api": (
+        "fp4_weight_only",
+        "fp6_weight_only",
+        "fp8_weight_only",
+        "int2_weight_only",
+        "int3_weight_only",
+        "int4_weight_only",
+        "int5_weight_only",
+        "int6_weight_only",
+        "int8_dynamic_activation_int4_weight",
+        "int8_dynamic_activation_int8_weight",
+        "int8_weight_only",
+        "mxfp4_weight_only",
+        "mxfp6_weight_only",
+        "mxfp8_weight_only",
+        "mxint8_weight_only",
+        "nf4_weight_only",
+        "nvfp4_weight_only",
+        "w4a16",
+        "w8a16",
+    ),
+    "lowbit_kernels.registry": ("NoKernelError", "strict"),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = ["__version__", "trace_kernels", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "trace_kernels":
+        value = importlib.import_module("lowbit_kernels.registry").trace
+    elif name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,30 @@
+"""QEmbedding: a table of quantized rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .tensor import QTensor
+from .weight import QuantizedModule
+
+__all__ = ["QEmbedding"]
+
+
+class QEmbedding(QuantizedModule, nn.Embedding):
+    """Looks rows up in a quantized weight [num_embeddings, embedding_dim] and dequantizes those rows alone."""
+
+    def __init__(self, weight: QTensor, padding_idx: int | None = None) -> None:
+        nn.Module.__init__(self)
+        self._adopt(weight)
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """``indices`` (any shape) to [..., embedding_dim]."""
+        weight = (self.packed, self.scale, self.zero_point, self.outer)
+        return torch.ops.lowbit.embedding(indices, *weight, self.spelling, self.byte_layout, self._k, self.weight_dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self._quantization_repr()}"

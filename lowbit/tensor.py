@@ -1,0 +1,261 @@
+"""QTensor: the one quantized tensor, for every format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import lowbit_kernels.ops  # noqa: F401 - registers torch.ops.lowbit
+from lowbit_kernels.layouts import LAYOUTS, Parts
+
+from . import pickling
+from .grid import Scales
+from .packing import pack_unchecked, unpack
+from .scheme import Scheme
+
+__all__ = ["QTensor", "RoundingError"]
+
+
+class RoundingError(NamedTuple):
+    """How far a quantized weight is from the float one: signal over noise in dB, and the largest difference."""
+
+    sqnr_db: float
+    max_error: float
+
+
+class QTensor(torch.Tensor):
+    """A weight [..., N, K] that means ``(decode(codes) - zero_point) * scale * outer``.
+
+    Attributes:
+        packed: uint8 [..., N, bytes], codes packed along K (see :mod:`lowbit.packing`).
+        scale: [..., N, G], G groups along K: bf16, fp16, fp32, or uint8 codes of the scale's format.
+        zero_point: [..., N, G] uint8 or the dtype of the scale, or None.
+        outer: float32 [...], one for each matrix, or None.
+        scheme: the :class:`~lowbit.scheme.Scheme`.
+        byte_layout: name of the arrangement of the bytes; ``"canonical"`` in every file and pickle.
+        transposed: whether this tensor is the transpose of what is stored (``w.t()``).
+
+    Its dtype is that of the float weight: what :meth:`dequantize` returns. It takes part in F.linear, matmul, bmm and
+    F.embedding; any other arithmetic asks for :meth:`dequantize` first.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    outer: Tensor | None
+    scheme: Scheme
+    byte_layout: str
+    transposed: bool
+    _stored_shape: tuple[int, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        packed: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        outer: Tensor | None,
+        scheme: Scheme,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.bfloat16,
+        layout: str = "canonical",
+        transposed: bool = False,
+    ) -> QTensor:
+        outward = (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
+        strides = _strides(shape, transposed)
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, outward, strides=strides, dtype=dtype, device=packed.device, requires_grad=False
+        )
+        self.packed, self.scale, self.zero_point, self.outer = packed, scale, zero_point, outer
+        self.scheme, self.byte_layout, self.transposed, self._stored_shape = scheme, layout, transposed, tuple(shape)
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    # ---- making and reading ----------------------------------------------------------------------------------
+
+    @classmethod
+    def quantize(cls, w: Tensor, scheme: Scheme | str, *, method: str = "range", name: str = "weight") -> QTensor:
+        """Round the float weight ``w`` [..., N, K] to nearest under ``scheme``.
+
+        ``method``: how scales are chosen, ``"range"`` or ``"mse"`` (:func:`lowbit.scales.choose`). Raises ``ValueError``
+        with ``name`` and the count where ``w`` holds NaN or infinity, ``TypeError`` where it is not floating point.
+        """
+        scheme = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
+        check_weight(w, name)
+        w = w.detach()
+        packed, scale, zero_point, outer = torch.ops.lowbit.quantize(w, str(scheme), method)
+        zero = None if scheme.zero_point == "none" else zero_point
+        return cls(packed, scale, zero, outer if scheme.outer else None, scheme, tuple(w.shape), w.dtype)
+
+    @classmethod
+    def from_codes(cls, codes: Tensor, scales: Scales, scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> QTensor:
+        """A tensor from codes (uint8 [..., N, K]) and scales that a rounder chose."""
+        packed = pack_unchecked(codes, scheme.bits)
+        return cls(packed, scales.scale, scales.zero_point, scales.outer, scheme, tuple(codes.shape), dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The float weight that this stands for, [..., N, K] in ``dtype`` (its own by default)."""
+        plain = self.canonical()
+        lead = plain.packed.shape[:-2]
+        parts = _with_rows(plain)
+        packed = parts.packed.reshape(-1, *parts.packed.shape[-2:]) if len(lead) > 1 else parts.packed
+        scale = parts.scale.reshape(-1, *parts.scale.shape[-2:]) if len(lead) > 1 else parts.scale
+        zero = None if parts.zero_point is None else parts.zero_point.reshape(scale.shape)
+        outer = None if plain.outer is None else plain.outer.reshape(packed.shape[:-2])
+        k = self._stored_shape[-1]
+        dense = torch.ops.lowbit.dequantize(packed, scale, zero, outer, str(self.scheme), "canonical", k, dtype or self.dtype)
+        dense = dense.reshape(self._stored_shape)
+        return dense.transpose(-1, -2) if self.transposed else dense
+
+    def codes(self) -> Tensor:
+        """The codes, uint8, unpacked to a byte each, in the shape of this tensor."""
+        codes = unpack(self.canonical().packed, self.scheme.bits, self._stored_shape[-1])
+        return codes.transpose(-1, -2) if self.transposed else codes
+
+    def requantize(self, scheme: Scheme | str, *, method: str = "range") -> QTensor:
+        """This weight rounded again, under another scheme."""
+        stored = self.t() if self.transposed else self
+        out = QTensor.quantize(stored.dequantize(torch.float32), scheme, method=method).to(self.dtype)
+        return out.t() if self.transposed else out
+
+    def error(self, w: Tensor) -> RoundingError:
+        """Distance from the float weight ``w`` of the same shape, in float64."""
+        if w.shape != self.shape:
+            raise ValueError(f"w must have shape {tuple(self.shape)}, got {tuple(w.shape)}")
+        w = w.detach().double()
+        difference = w - self.dequantize(torch.float64)
+        noise, signal = float(difference.square().sum()), float(w.square().sum())
+        db = math.inf if noise == 0 else (-math.inf if signal == 0 else 10 * math.log10(signal / noise))
+        return RoundingError(db, float(difference.abs().max()) if w.numel() else 0.0)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits a weight: packed codes, scales, packed zero points and the outer scales."""
+        rows = math.prod(self._stored_shape[:-1])
+        outer = 0 if self.outer is None else 32 * self.outer.numel()
+        return self.scheme.bits_per_weight(self._stored_shape[-1]) + outer / max(rows * self._stored_shape[-1], 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory of everything that this tensor holds."""
+        return sum(part.nbytes for part in self._parts().values())
+
+    def canonical(self) -> QTensor:
+        """This tensor in the canonical layout."""
+        return self.to_layout("canonical")
+
+    def to_layout(self, layout: str) -> QTensor:
+        """This tensor with its bytes rearranged, without loss. Raises ``ValueError`` for an unknown layout."""
+        if layout == self.byte_layout:
+            return self
+        if layout not in LAYOUTS:
+            raise ValueError(f"no layout named {layout!r}; there are {', '.join(LAYOUTS)}")
+        parts, k = Parts(self.packed, self.scale, self.zero_point), self._stored_shape[-1]
+        parts = LAYOUTS[layout].arrange(LAYOUTS[self.byte_layout].restore(parts, self.scheme, k), self.scheme, k)
+        return QTensor(*parts, self.outer, self.scheme, self._stored_shape, self.dtype, layout, self.transposed)
+
+    # ---- what torch asks of a wrapper subclass ---------------------------------------------------------------
+
+    def _parts(self) -> dict[str, Tensor]:
+        named = {"packed": self.packed, "scale": self.scale, "zero_point": self.zero_point, "outer": self.outer}
+        return {name: part for name, part in named.items() if part is not None}
+
+    def _apply_to_parts(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QTensor:
+        parts = {name: fn(part) for name, part in self._parts().items()}
+        return _assemble(parts, self.scheme, self._stored_shape, dtype or self.dtype, self.byte_layout, self.transposed)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        context = (str(self.scheme), self._stored_shape, self.dtype, self.byte_layout, self.transposed)
+        return list(self._parts()), context
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], context: Any, size: Any, stride: Any) -> QTensor:
+        scheme, shape, *rest = context
+        return _assemble(parts, Scheme.parse(scheme), shape, *rest)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.canonical()
+        parts = (plain.packed, plain.scale, plain.zero_point, plain.outer)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return pickling.rebuild, (*parts, str(self.scheme), self._stored_shape, self.dtype, self.transposed, is_parameter)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        turned = ", transposed" if self.transposed else ""
+        return (
+            f"QTensor({tuple(self.shape)}, {self.scheme}, {self.bits_per_weight:.3f} bits a weight, "
+            f"dtype={self.dtype}, device={self.device}{turned})"
+        )
+
+    def pin_memory(self, device: Any = None) -> QTensor:
+        """A copy in page-locked memory."""
+        return self._apply_to_parts(lambda part: part.pin_memory())
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return all(part.is_pinned() for part in self._parts().values())
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from .tensor_ops import FUNCTIONS
+
+        kwargs = kwargs or {}
+        if func in FUNCTIONS:
+            result = FUNCTIONS[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from .tensor_ops import ATEN
+
+        if func not in ATEN:
+            raise NotImplementedError(f"{func} is not defined for a QTensor: call .dequantize() first")
+        return ATEN[func](*args, **(kwargs or {}))
+
+
+def check_weight(w: Tensor, name: str) -> None:
+    """Raise where ``w`` is no weight that can be quantized: not floating point, fewer than two dimensions, not finite."""
+    if isinstance(w, QTensor):
+        raise TypeError(f"{name} is quantized already ({w.scheme}): use requantize")
+    if not w.dtype.is_floating_point or w.dtype.itemsize < 2:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {w.dtype}")
+    if w.dim() < 2:
+        raise ValueError(f"{name} must have at least two dimensions [..., N, K], got {tuple(w.shape)}")
+    if w.numel() and w.device.type != "meta":
+        # NaN and infinity both show in the extremes, which take no memory of the size of w.
+        low, high = torch.aminmax(w.detach())
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+            nan, infinite = int(torch.isnan(w).sum()), int(torch.isinf(w).sum())
+            raise ValueError(f"{name} holds {nan} NaN and {infinite} infinite values: repair it before quantizing")
+
+
+def _strides(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    strides.reverse()
+    if transposed:
+        strides[-1], strides[-2] = strides[-2], strides[-1]
+    return tuple(strides)
+
+
+def _with_rows(q: QTensor) -> Parts:
+    """The parts of ``q`` with at least a dimension of rows: a single row is a matrix of one."""
+    if len(q._stored_shape) > 1:
+        return Parts(q.packed, q.scale, q.zero_point)
+    return Parts(q.packed[None], q.scale[None], None if q.zero_point is None else q.zero_point[None])
+
+
+def _assemble(
+    parts: dict[str, Tensor], scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, layout: str, transposed: bool
+) -> QTensor:
+    zero_point, outer = parts.get("zero_point"), parts.get("outer")
+    return QTensor(parts["packed"], parts["scale"], zero_point, outer, scheme, shape, dtype, layout, transposed)

@@ -1,0 +1,362 @@
+"""What torch's operators mean on a QTensor: shapes from bits and group alone, products through the lowbit operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .packing import plane_widths, planes
+from .tensor import QTensor, _with_rows
+
+__all__ = ["ATEN", "FUNCTIONS"]
+
+aten = torch.ops.aten
+ATEN: dict[Any, Callable[..., Any]] = {}
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+
+
+def _on(table: dict[Any, Callable[..., Any]], *functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            table[function] = handler
+        return handler
+
+    return add
+
+
+# ---- copies and moves ------------------------------------------------------------------------------------------
+
+
+@_on(ATEN, aten.detach.default, aten.alias.default)
+def _alias(q: QTensor) -> QTensor:
+    return q._apply_to_parts(lambda part: part.detach())
+
+
+@_on(ATEN, aten.clone.default)
+def _clone(q: QTensor, *, memory_format: Any = None) -> QTensor:
+    return q._apply_to_parts(lambda part: part.clone())
+
+
+@_on(ATEN, aten._to_copy.default)
+def _to_copy(
+    q: QTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> QTensor:
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
+        raise TypeError(f"the dtype of a QTensor is that of its dequantized weight and must be float, got {dtype}: use codes()")
+    return q._apply_to_parts(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype)
+
+
+@_on(ATEN, aten.copy_.default)
+def _copy_into(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
+    if not isinstance(q, QTensor) or not isinstance(source, QTensor):
+        raise TypeError("copy_ between a QTensor and a float tensor would round silently: use QTensor.quantize or dequantize")
+    _same_kind([q, source], "copy_")
+    if q.shape != source.shape or q.byte_layout != source.byte_layout:
+        raise ValueError(f"copy_ needs equal shapes and layouts, got {tuple(q.shape)} and {tuple(source.shape)}")
+    for name, part in q._parts().items():
+        part.copy_(source._parts()[name], non_blocking=non_blocking)
+    return q
+
+
+@_on(ATEN, aten.equal.default)
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor)) or a.scheme != b.scheme or a.shape != b.shape:
+        return False
+    left, right = a.canonical()._parts(), b.canonical()._parts()
+    return a.transposed == b.transposed and all(torch.equal(part, right[name]) for name, part in left.items())
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------
+
+
+@_on(ATEN, aten.t.default)
+def _t(q: QTensor) -> QTensor:
+    return _transpose(q, 0, 1)
+
+
+@_on(ATEN, aten.transpose.int)
+def _transpose(q: QTensor, dim0: int, dim1: int) -> QTensor:
+    n = q.dim()
+    dims = {_wrap(dim0, n), _wrap(dim1, n)}
+    if len(dims) == 1:
+        return _alias(q)
+    if dims != {n - 2, n - 1}:
+        raise ValueError(f"only the last two dimensions of a QTensor can be transposed, got {dim0} and {dim1}")
+    parts = q._parts()
+    return QTensor(
+        parts["packed"], parts["scale"], parts.get("zero_point"), parts.get("outer"),
+        q.scheme, q._stored_shape, q.dtype, q.byte_layout, not q.transposed,
+    )  # fmt: skip
+
+
+def _wrap(dim: int, n: int) -> int:
+    if not -n <= dim < n:
+        raise IndexError(f"dimension must be {-n}..{n - 1}, got {dim}")
+    return dim % n
+
+
+def _stored_dim(q: QTensor, dim: int) -> int:
+    """The dimension of what is stored that ``dim`` of ``q`` is."""
+    n = q.dim()
+    dim = _wrap(dim, n)
+    return (2 * n - 3) - dim if q.transposed and dim >= n - 2 else dim
+
+
+def _index_rows(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor]) -> QTensor:
+    """Apply ``index(part, dim)`` along a stored dimension other than K; it may drop the dimension."""
+    q = q.canonical()
+    lead = len(q._stored_shape) - 2
+    parts = {name: part if name == "outer" and dim >= lead else index(part, dim) for name, part in q._parts().items()}
+    shape = (*parts["packed"].shape[:-1], q._stored_shape[-1])
+    transposed = q.transposed and len(shape) > 1
+    return QTensor(
+        parts["packed"], parts["scale"], parts.get("zero_point"), parts.get("outer"),
+        q.scheme, shape, q.dtype, "canonical", transposed,
+    )  # fmt: skip
+
+
+@_on(ATEN, aten.slice.Tensor)
+def _slice(q: QTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> QTensor:
+    dim = _stored_dim(q, dim)
+    size = q._stored_shape[dim]
+    start, stop, _ = slice(start, end).indices(size)
+    stop = max(start, stop)
+    if dim < len(q._stored_shape) - 1:
+        return _index_rows(q, dim, lambda part, d: part[(slice(None),) * d + (slice(start, stop, step),)])
+    if (start, stop, step) == (0, size, 1):
+        return _alias(q)
+    return _slice_k(q.canonical(), start, stop, step)
+
+
+def _slice_k(q: QTensor, start: int, stop: int, step: int) -> QTensor:
+    k, scheme = q._stored_shape[-1], q.scheme
+    align = 8 // min(plane_widths(scheme.bits))
+    if step != 1:
+        raise ValueError(f"a slice along K must have step 1, got {step}: dequantize first")
+    if start % align or (stop % align and stop != k):
+        near = f"{start // align * align}:{min(-(-stop // align) * align, k)}"
+        raise ValueError(
+            f"a slice along K of {scheme.bits}-bit codes must start and end at multiples of {align}, "
+            f"got {start}:{stop}; the nearest is {near}"
+        )
+    pieces = [
+        plane[..., start * width // 8 : -(-stop * width // 8)]
+        for plane, width in zip(planes(q.packed, scheme.bits, k), plane_widths(scheme.bits), strict=True)
+    ]
+    packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+    scale, zero_point = q.scale, q.zero_point
+    group = scheme.group_size
+    if group != -1 and start < stop:
+        # A slice that starts inside a group keeps its scales by repeating them for a group size that divides both.
+        finer = math.gcd(group, start)
+        first = torch.arange(start, stop, finer, device=packed.device) // group
+        scale = scale.index_select(-1, first) if finer != group else scale[..., start // group : -(-stop // group)]
+        if zero_point is not None:
+            zero_point = (
+                zero_point.index_select(-1, first) if finer != group else zero_point[..., start // group : -(-stop // group)]
+            )
+        scheme = scheme.replace(group_size=finer)
+    elif start == stop:
+        scale = scale[..., :0]
+        zero_point = None if zero_point is None else zero_point[..., :0]
+    shape = (*q._stored_shape[:-1], stop - start)
+    return QTensor(packed, scale, zero_point, q.outer, scheme, shape, q.dtype, "canonical", q.transposed)
+
+
+@_on(ATEN, aten.select.int)
+def _select(q: QTensor, dim: int, index: int) -> QTensor:
+    stored = _stored_dim(q, dim)
+    if stored == len(q._stored_shape) - 1:
+        raise ValueError("a column of a QTensor is not on a byte's bounds: dequantize first")
+    size = q._stored_shape[stored]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of range for dimension {dim} of size {size}")
+    return _index_rows(q, stored, lambda part, d: part.select(d, index))
+
+
+@_on(ATEN, aten.unbind.int)
+def _unbind(q: QTensor, dim: int = 0) -> tuple[QTensor, ...]:
+    return tuple(_select(q, dim, i) for i in range(q.shape[dim]))
+
+
+@_on(ATEN, aten.index_select.default)
+def _index_select(q: QTensor, dim: int, index: Tensor) -> QTensor:
+    stored = _stored_dim(q, dim)
+    if stored == len(q._stored_shape) - 1:
+        raise ValueError("columns of a QTensor cannot be gathered: dequantize first")
+    return _index_rows(q, stored, lambda part, d: part.index_select(d, index))
+
+
+@_on(ATEN, aten.index.Tensor)
+def _index(q: QTensor, indices: Sequence[Tensor | None]) -> QTensor:
+    given = [i for i, index in enumerate(indices) if index is not None]
+    index = indices[given[0]]
+    if len(given) != 1 or index is None or index.dim() != 1:
+        raise ValueError("a QTensor takes one index tensor of one dimension: dequantize first for more")
+    if index.dtype == torch.bool:
+        index = index.nonzero()[:, 0]
+    return _index_select(q, given[0], index)
+
+
+@_on(ATEN, aten.split.Tensor)
+def _split(q: QTensor, size: int, dim: int = 0) -> tuple[QTensor, ...]:
+    length = q.shape[dim]
+    return tuple(_slice(q, dim, start, start + size) for start in range(0, max(length, 1), max(size, 1)))
+
+
+@_on(ATEN, aten.split_with_sizes.default)
+def _split_with_sizes(q: QTensor, sizes: Sequence[int], dim: int = 0) -> tuple[QTensor, ...]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(_slice(q, dim, start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _same_kind(tensors: Sequence[Tensor], what: str) -> list[QTensor]:
+    kinds = set()
+    for q in tensors:
+        if not isinstance(q, QTensor):
+            raise TypeError(f"{what} mixes a QTensor with a float tensor: dequantize it first")
+        kinds.add((q.scheme, q.transposed))
+    if len(kinds) > 1:
+        raise ValueError(f"{what} needs one scheme and orientation, got {', '.join(str(s) for s, _ in kinds)}: requantize first")
+    return [q.canonical() for q in tensors]  # type: ignore[attr-defined]
+
+
+def _cat_parts(
+    tensors: Sequence[QTensor], join: Callable[[list[Tensor]], Tensor], shared: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    names = tensors[0]._parts()
+    return {name: tensors[0]._parts()[name] if name in shared else join([q._parts()[name] for q in tensors]) for name in names}
+
+
+@_on(ATEN, aten.cat.default)
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
+    qs = _same_kind(tensors, "cat")
+    first = qs[0]
+    stored, last = _stored_dim(first, dim), len(first._stored_shape) - 1
+    for q in qs[1:]:
+        if len(q._stored_shape) != last + 1 or any(
+            a != b for i, (a, b) in enumerate(zip(q._stored_shape, first._stored_shape, strict=True)) if i != stored
+        ):
+            raise ValueError(f"cat along {dim}: shapes {tuple(first.shape)} and {tuple(q.shape)} do not match")
+    shared: tuple[str, ...] = ()
+    if first.outer is not None and stored >= last - 1:
+        if any(not torch.equal(q.outer, first.outer) for q in qs[1:]):
+            raise ValueError("cat of matrices with different outer scales: requantize the concatenated weight instead")
+        shared = ("outer",)
+    if stored == last:
+        return _cat_k(qs)
+    parts = _cat_parts(qs, lambda p: torch.cat(p, dim=stored), shared)
+    shape = (*first._stored_shape[:stored], sum(q._stored_shape[stored] for q in qs), *first._stored_shape[stored + 1 :])
+    return _rebuilt(first, parts, shape)
+
+
+def _cat_k(qs: list[QTensor]) -> QTensor:
+    first = qs[0]
+    scheme, align = first.scheme, 8 // min(plane_widths(first.scheme.bits))
+    for q in qs[:-1]:
+        k = q._stored_shape[-1]
+        if scheme.group_size == -1 or k % scheme.group_size or k % align:
+            raise ValueError(
+                f"cat along K needs whole groups and whole bytes: K={k} with group_size {scheme.group_size} "
+                f"and {scheme.bits}-bit codes; dequantize and quantize again"
+            )
+    rows = [planes(q.packed, scheme.bits, q._stored_shape[-1]) for q in qs]
+    packed = torch.cat([plane for column in zip(*rows, strict=True) for plane in column], dim=-1)
+    parts = _cat_parts(qs, lambda p: torch.cat(p, dim=-1), shared=("packed", "outer"))
+    parts["packed"] = packed
+    return _rebuilt(first, parts, (*first._stored_shape[:-1], sum(q._stored_shape[-1] for q in qs)))
+
+
+@_on(ATEN, aten.stack.default)
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
+    qs = _same_kind(tensors, "stack")
+    first = qs[0]
+    if _wrap(dim, first.dim() + 1) > first.dim() - 2 or any(q.shape != first.shape for q in qs):
+        raise ValueError("stack makes a dimension before the matrices, of tensors of one shape")
+    parts = _cat_parts(qs, lambda p: torch.stack(p, dim=dim))
+    shape = tuple(parts["packed"].shape[:-1]) + (first._stored_shape[-1],)
+    return _rebuilt(first, parts, shape)
+
+
+def _rebuilt(like: QTensor, parts: dict[str, Tensor], shape: tuple[int, ...]) -> QTensor:
+    return QTensor(
+        parts["packed"], parts["scale"], parts.get("zero_point"), parts.get("outer"),
+        like.scheme, shape, like.dtype, "canonical", like.transposed,
+    )  # fmt: skip
+
+
+# ---- products --------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ W.T + bias`` for a stored weight [N, K]."""
+    return torch.ops.lowbit.linear(
+        x, weight.packed, weight.scale, weight.zero_point, weight.outer, bias, str(weight.scheme), weight.byte_layout
+    )
+
+
+@_on(FUNCTIONS, torch.nn.functional.linear)
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not isinstance(weight, QTensor) or isinstance(input, QTensor):
+        return NotImplemented
+    if weight.transposed:
+        return torch.nn.functional.linear(input, weight.dequantize(input.dtype), bias)
+    rows = _with_rows(weight)
+    y = torch.ops.lowbit.linear(input, *rows, weight.outer, bias, str(weight.scheme), weight.byte_layout)
+    return y if weight.dim() > 1 else y[..., 0]
+
+
+@_on(FUNCTIONS, torch.nn.functional.embedding)
+def _embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm: Any = None, *rest: Any, **options: Any) -> Any:
+    if not isinstance(weight, QTensor):
+        return NotImplemented
+    if max_norm is not None or weight.transposed:
+        raise ValueError("an embedding of a QTensor takes neither max_norm nor a transposed weight: dequantize first")
+    parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
+    return torch.ops.lowbit.embedding(input, *parts, str(weight.scheme), weight.byte_layout, weight.shape[-1], weight.dtype)
+
+
+@_on(ATEN, aten.mm.default)
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if isinstance(b, QTensor) and not isinstance(a, QTensor):
+        return linear(a, _t(b)) if b.transposed else a @ b.dequantize(a.dtype)
+    if isinstance(a, QTensor) and not isinstance(b, QTensor):
+        return a.dequantize(b.dtype) @ b if a.transposed else linear(b.t(), a).t()
+    raise TypeError("a product of two QTensors: dequantize one of them")
+
+
+@_on(ATEN, aten.addmm.default)
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if isinstance(b, QTensor) and b.transposed and beta == alpha == 1 and bias.dim() == 1 and not isinstance(a, QTensor):
+        return linear(a, _t(b), bias)
+    return beta * bias + alpha * _mm(a, b)
+
+
+@_on(ATEN, aten.mv.default)
+def _mv(a: Tensor, b: Tensor) -> Tensor:
+    return _mm(a, b[:, None])[:, 0]
+
+
+@_on(ATEN, aten.bmm.default)
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    if isinstance(b, QTensor) and not isinstance(a, QTensor):
+        return _grouped(a, b.transpose(-1, -2)) if b.transposed else a @ b.dequantize(a.dtype)
+    if isinstance(a, QTensor) and not isinstance(b, QTensor):
+        return a.dequantize(b.dtype) @ b if a.transposed else _grouped(b.transpose(-1, -2), a).transpose(-1, -2)
+    raise TypeError("a product of two QTensors: dequantize one of them")
+
+
+def _grouped(x: Tensor, weight: QTensor) -> Tensor:
+    parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
+    return torch.ops.lowbit.grouped_linear(x, *parts, None, str(weight.scheme), weight.byte_layout)

@@ -1,0 +1,78 @@
+"""What the quantized modules share: a weight held as plain tensors, seen from outside as one QTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .scheme import Scheme
+from .tensor import QTensor
+
+__all__ = ["QuantizedModule"]
+
+_PARTS = ("packed", "scale", "zero_point", "outer")
+
+
+class QuantizedModule(nn.Module):
+    """Holds the parts of a weight as parameters without gradients, so that torch.compile, export and saving see plain
+    tensors. ``state_dict`` also carries the scheme's spelling, and loading another scheme's bytes raises."""
+
+    packed: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    outer: Tensor | None
+    scheme: Scheme
+    byte_layout: str
+    weight_dtype: torch.dtype
+
+    def _adopt(self, weight: QTensor) -> None:
+        if weight.transposed or weight.dim() != 2:
+            raise ValueError(f"a module's weight is a matrix [N, K] that is not transposed, got {weight!r}")
+        self.scheme, self.byte_layout, self.weight_dtype = weight.scheme, weight.byte_layout, weight.dtype
+        self.spelling = str(weight.scheme)
+        self._k = weight.shape[-1]
+        for name in _PARTS:
+            part = getattr(weight, name)
+            if part is not None and not isinstance(part, nn.Parameter):
+                part = nn.Parameter(part.detach(), requires_grad=False)
+            setattr(self, name, part) if name in self._parameters else self.register_parameter(name, part)
+
+    @property
+    def weight(self) -> QTensor:
+        """The weight as one :class:`QTensor` over the module's own bytes."""
+        shape = (self.packed.shape[0], self._k)
+        parts = (self.packed, self.scale, self.zero_point, self.outer)
+        return QTensor(*parts, self.scheme, shape, self.weight_dtype, self.byte_layout)
+
+    @weight.setter
+    def weight(self, value: QTensor) -> None:
+        if not isinstance(value, QTensor):
+            raise TypeError(f"the weight of a {type(self).__name__} is a QTensor, got {type(value).__name__}")
+        self._adopt(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Moves with the model; a change of dtype reaches the weight's dtype, never the stored scales."""
+        dtypes = {name: part.dtype for name in _PARTS if (part := self._parameters.get(name)) is not None}
+        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype, device=self.packed.device)).dtype
+        kept = {name: self._parameters[name] for name in dtypes}
+
+        def apply(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            stored = any(tensor is part for part in kept.values()) and moved.dtype != tensor.dtype
+            return tensor.to(moved.device) if stored else moved
+
+        return super()._apply(apply, recurse)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(list(self.spelling.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        found = bytes(state.tolist()).decode(errors="replace")
+        if found != self.spelling:
+            raise ValueError(f"the state holds a weight quantized as {found}, and this module is {self.spelling}")
+
+    def _quantization_repr(self) -> str:
+        return f"{self.spelling}, bits_per_weight={self.weight.bits_per_weight:.3f}"
