@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import pickling as _pickling  # so that torch.load knows a QTensor, whatever else was imported
+from . import pickling  # noqa: F401 - so that torch.load knows a QTensor, whatever else was imported
 
 __version__ = "0.1.0"
 

@@ -11,7 +11,7 @@ from .weight import QuantizedModule
 __all__ = ["QEmbedding"]
 
 
-class QEmbedding(QuantizedModule, nn.Embedding):
+class QEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
     """Looks rows up in a quantized weight [num_embeddings, embedding_dim] and dequantizes those rows alone."""
 
     def __init__(self, weight: QTensor, padding_idx: int | None = None) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ class Format:
         step = numbers[1] - numbers[0]
         if math.frexp(step)[0] != 0.5:  # only a power of two divides without rounding
             return None
-        even = all(b - a == step for a, b in zip(numbers, numbers[1:], strict=False))
+        even = all(b - a == step for a, b in pairwise(numbers))
         coded = all(value % step == 0 and int(value / step) % (1 << self.bits) == code for value, code in self._grid)
         return step if even and coded else None
 
@@ -153,7 +154,7 @@ def _even_is_high(low: float, high: float) -> bool:
 @lru_cache(maxsize=512)
 def _thresholds(grid: tuple[tuple[float, int], ...], dtype: torch.dtype) -> tuple[float, ...]:
     thresholds = []
-    for (low, _), (high, _) in zip(grid, grid[1:], strict=False):
+    for (low, _), (high, _) in pairwise(grid):
         middle = low / 2 + high / 2
         t = torch.tensor(middle, dtype=torch.float64).to(dtype)
         # A middle that dtype cannot hold is no tie.

@@ -12,7 +12,7 @@ from .weight import QuantizedModule
 __all__ = ["QLinear"]
 
 
-class QLinear(QuantizedModule, nn.Linear):
+class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     """``x @ weight.T + bias`` with a quantized weight [out_features, in_features].
 
     ``activation``: round ``x`` to this scheme first, with a scale a token, or with the fixed ``input_scale`` (a float32

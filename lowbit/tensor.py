@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class QTensor(torch.Tensor):
     packed: Tensor
     scale: Tensor
     zero_point: Tensor | None
-    outer: Tensor | None
+    outer: Tensor | None  # type: ignore[assignment]
     scheme: Scheme
     byte_layout: str
     transposed: bool
@@ -67,7 +67,7 @@ class QTensor(torch.Tensor):
     ) -> QTensor:
         outward = (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
         strides = _strides(shape, transposed)
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls, outward, strides=strides, dtype=dtype, device=packed.device, requires_grad=False
         )
         self.packed, self.scale, self.zero_point, self.outer = packed, scale, zero_point, outer
@@ -99,7 +99,7 @@ class QTensor(torch.Tensor):
         packed = pack_unchecked(codes, scheme.bits)
         return cls(packed, scales.scale, scales.zero_point, scales.outer, scheme, tuple(codes.shape), dtype)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The float weight that this stands for, [..., N, K] in ``dtype`` (its own by default)."""
         plain = self.canonical()
         lead = plain.packed.shape[:-2]
@@ -120,9 +120,10 @@ class QTensor(torch.Tensor):
 
     def requantize(self, scheme: Scheme | str, *, method: str = "range") -> QTensor:
         """This weight rounded again, under another scheme."""
-        stored = self.t() if self.transposed else self
-        out = QTensor.quantize(stored.dequantize(torch.float32), scheme, method=method).to(self.dtype)
-        return out.t() if self.transposed else out
+        dense = self.dequantize(torch.float32)
+        if not self.transposed:
+            return cast(QTensor, QTensor.quantize(dense, scheme, method=method).to(self.dtype))
+        return cast(QTensor, QTensor.quantize(dense.transpose(-1, -2), scheme, method=method).to(self.dtype).transpose(-1, -2))
 
     def error(self, w: Tensor) -> RoundingError:
         """Distance from the float weight ``w`` of the same shape, in float64."""
@@ -142,7 +143,7 @@ class QTensor(torch.Tensor):
         return self.scheme.bits_per_weight(self._stored_shape[-1]) + outer / max(rows * self._stored_shape[-1], 1)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes in memory of everything that this tensor holds."""
         return sum(part.nbytes for part in self._parts().values())
 
@@ -185,7 +186,7 @@ class QTensor(torch.Tensor):
         is_parameter = isinstance(self, torch.nn.Parameter)
         return pickling.rebuild, (*parts, str(self.scheme), self._stored_shape, self.dtype, self.transposed, is_parameter)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         turned = ", transposed" if self.transposed else ""
         return (
             f"QTensor({tuple(self.shape)}, {self.scheme}, {self.bits_per_weight:.3f} bits a weight, "
@@ -212,7 +213,7 @@ class QTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from .tensor_ops import ATEN
 
         if func not in ATEN:

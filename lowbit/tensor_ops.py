@@ -251,7 +251,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
             raise ValueError(f"cat along {dim}: shapes {tuple(first.shape)} and {tuple(q.shape)} do not match")
     shared: tuple[str, ...] = ()
     if first.outer is not None and stored >= last - 1:
-        if any(not torch.equal(q.outer, first.outer) for q in qs[1:]):
+        outers = [q.outer for q in qs if q.outer is not None]
+        if any(not torch.equal(outer, first.outer) for outer in outers):
             raise ValueError("cat of matrices with different outer scales: requantize the concatenated weight instead")
         shared = ("outer",)
     if stored == last:
@@ -285,7 +286,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
     if _wrap(dim, first.dim() + 1) > first.dim() - 2 or any(q.shape != first.shape for q in qs):
         raise ValueError("stack makes a dimension before the matrices, of tensors of one shape")
     parts = _cat_parts(qs, lambda p: torch.stack(p, dim=dim))
-    shape = tuple(parts["packed"].shape[:-1]) + (first._stored_shape[-1],)
+    shape = (*parts["packed"].shape[:-1], first._stored_shape[-1])
     return _rebuilt(first, parts, shape)
 
 
@@ -351,7 +352,7 @@ def _mv(a: Tensor, b: Tensor) -> Tensor:
 @_on(ATEN, aten.bmm.default)
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
     if isinstance(b, QTensor) and not isinstance(a, QTensor):
-        return _grouped(a, b.transpose(-1, -2)) if b.transposed else a @ b.dequantize(a.dtype)
+        return _grouped(a, _transpose(b, -1, -2)) if b.transposed else a @ b.dequantize(a.dtype)
     if isinstance(a, QTensor) and not isinstance(b, QTensor):
         return a.dequantize(b.dtype) @ b if a.transposed else _grouped(b.transpose(-1, -2), a).transpose(-1, -2)
     raise TypeError("a product of two QTensors: dequantize one of them")
