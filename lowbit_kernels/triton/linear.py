@@ -91,6 +91,19 @@ def linear(
     return y.reshape(*lead, n)
 
 
+def interpreted(
+    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+) -> Tensor:
+    """:func:`linear` in Triton's interpreter, which multiplies the raw bits of bf16: here bf16 is widened, which is
+    exact, and the result rounded to it by torch."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+    y = linear(wide(x), packed, wide(scale), zero_point, outer, None if bias is None else wide(bias), scheme)
+    return y.to(x.dtype)
+
+
 def _rows_contiguous(tensor: Tensor) -> Tensor:
     """``tensor`` [N, C] with its columns side by side; a slice of rows or columns is taken as it is."""
     return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
@@ -145,6 +158,11 @@ _INTEGER = Kernel(
 register(_INTEGER)
 register(
     dataclasses.replace(
-        _INTEGER, name="triton_linear_interpreted", devices=frozenset({"cpu"}), available=_interprets, on_request=True
+        _INTEGER,
+        name="triton_linear_interpreted",
+        run=interpreted,
+        devices=frozenset({"cpu"}),
+        available=_interprets,
+        on_request=True,
     )
 )
