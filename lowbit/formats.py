@@ -7,6 +7,8 @@ test cases all derive from it, so a new format is one line in ``FORMATS`` at the
 from __future__ import annotations
 
 import math
+import re
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,7 +20,7 @@ from torch import Tensor
 __all__ = ["FORMATS", "Float", "Format", "Int", "Table", "format_named"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Format:
     """A table of ``2**bits`` numbers, one for each code.
 
@@ -32,6 +34,8 @@ class Format:
     unused: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w+", self.name):  # the name is a part of a scheme's spelling
+            raise ValueError(f"a format's name is made of letters, digits and underscores, got {self.name!r}")
         if len(self.values) not in (2, 4, 8, 16, 32, 64, 128, 256):
             raise ValueError(f"format {self.name!r}: values must hold 2**bits numbers, bits 1..8, got {len(self.values)}")
         if not self._grid:
@@ -50,9 +54,9 @@ class Format:
         found: dict[float, int] = {}
         for code, value in enumerate(self.values):
             if code not in self.unused and math.isfinite(value):
-                known = found.setdefault(value, code)
-                if value == 0 and math.copysign(1, self.values[known]) < 0:
-                    found[value] = code
+                if value == 0 and math.copysign(1, self.values[found.get(value, code)]) < 0:
+                    found.pop(value, None)  # with its key, which is -0
+                found.setdefault(value, code)
         return tuple(sorted(found.items()))
 
     @cached_property
@@ -92,6 +96,8 @@ class Format:
     def step(self) -> float | None:
         """The distance between neighbours if the format is a plain (two's complement) integer times that distance."""
         numbers = self.numbers
+        if len(numbers) == 1:
+            return None
         step = numbers[1] - numbers[0]
         if math.frexp(step)[0] != 0.5:  # only a power of two divides without rounding
             return None
@@ -122,9 +128,9 @@ class Format:
             return whole.to(torch.int16).bitwise_and_((1 << self.bits) - 1).to(torch.uint8)
         thresholds = _constant(self._thresholds(x.dtype), x.dtype, x.device)
         order = _constant(tuple(code for _, code in self._grid), torch.uint8, x.device)
-        codes = order[torch.bucketize(x, thresholds, out_int32=True).clamp_(max=len(self._grid) - 1)]
+        codes = order[torch.bucketize(x.contiguous(), thresholds, out_int32=True).clamp_(max=len(self._grid) - 1)]
         if self.negative_zero is not None:
-            zero = self.values.index(0.0) if self.negative_zero else 1
+            zero = next(code for value, code in self._grid if value == 0)
             codes = torch.where((codes == zero) & torch.signbit(x), self.negative_zero, codes).to(torch.uint8)
         if self.nan is not None:
             codes = torch.where(torch.isnan(x), self.nan, codes).to(torch.uint8)
@@ -139,8 +145,23 @@ class Format:
         """t[i] such that x takes a number above the i-th exactly if x > t[i], for x of ``dtype``."""
         return _thresholds(self._grid, dtype)
 
+    @cached_property
+    def _identity(self) -> tuple[str, bytes, frozenset[int]]:
+        """What two equal formats share: unlike ``==`` of floats this tells 0 from -0 and finds NaN equal to itself."""
+        return self.name, _bits_of(self.values), self.unused
+
+    def __eq__(self, other: object) -> bool:
+        return self._identity == other._identity if isinstance(other, Format) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
     def __str__(self) -> str:
         return self.name
+
+
+def _bits_of(values: tuple[float, ...]) -> bytes:
+    return array("d", (math.nan if math.isnan(value) else value for value in values)).tobytes()
 
 
 def _even_is_high(low: float, high: float) -> bool:
@@ -165,16 +186,17 @@ def _thresholds(grid: tuple[tuple[float, int], ...], dtype: torch.dtype) -> tupl
 
 
 @lru_cache(maxsize=1024)
-def _kept_constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _kept_constant(values: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        return torch.tensor(values, dtype=dtype, device=device)
+        return torch.tensor(array("d", values).tolist(), dtype=dtype, device=device)
 
 
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A table on a device: kept, so that a CUDA graph can capture its use; not while tracing, which would keep a fake."""
     if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return torch.tensor(values, dtype=dtype, device=device)
-    return _kept_constant(values, dtype, device)
+    # By their bits: equal tuples may differ in the sign of a zero.
+    return _kept_constant(array("d", values).tobytes(), dtype, device)
 
 
 # ---- the three families --------------------------------------------------------------------------------------
@@ -267,5 +289,5 @@ def format_named(name: str) -> Format:
     except KeyError:
         import difflib
 
-        near = difflib.get_close_matches(name, FORMATS, n=3, cutoff=0.3) or sorted(FORMATS)
+        near = difflib.get_close_matches(str(name), FORMATS, n=3, cutoff=0.3) or sorted(FORMATS)
         raise ValueError(f"no format named {name!r}; did you mean {', '.join(near)}?") from None

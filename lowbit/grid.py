@@ -28,9 +28,9 @@ class Scales(NamedTuple):
 def grouped(x: Tensor, group: int) -> Tensor:
     """``x`` [..., K] as [..., G, group], a short last group filled up with zeros."""
     k = x.shape[-1]
-    if k % group or k == 0:
-        x = torch.nn.functional.pad(x, (0, -k % group if k else group))
-    return x.unflatten(-1, (-1, group))
+    if k % group:
+        x = torch.nn.functional.pad(x, (0, -k % group))
+    return x.unflatten(-1, (-(-k // group), group))
 
 
 def scale_values(scheme: Scheme, scales: Scales, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,8 +50,8 @@ def to_codes(w: Tensor, scheme: Scheme, scales: Scales) -> Tensor:
     if k == 0:
         return torch.zeros(w.shape, dtype=torch.uint8, device=w.device)
     scale = scale_values(scheme, scales, w.dtype)[..., None]
-    # A group of zeros (or one that underflowed) has scale 0 and means 0 whatever its codes; 1 keeps NaN out of them.
-    x = grouped(w, scheme.group(k)) / torch.where(scale == 0, 1.0, scale)
+    # A group of zeros (or one that underflowed) has scale 0 and means 0 whatever its codes: infinity makes them those of 0.
+    x = grouped(w, scheme.group(k)) / torch.where(scale == 0, torch.inf, scale)
     if scales.zero_point is not None:
         x += scales.zero_point[..., None].to(w.dtype)
     return scheme.fmt.nearest(x).flatten(-2)[..., :k]

@@ -59,7 +59,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if codes.dim() == 0:
         raise ValueError("codes must have at least one dimension, got a scalar: use codes.reshape(1)")
     if codes.numel():
-        low, high = (int(v) for v in torch.aminmax(codes.to(torch.uint8) if codes.dtype == torch.bool else codes))
+        # torch has no aminmax for these; a uint64 beyond int64 turns negative, which is out of range as well.
+        wide = codes.to(torch.int64) if codes.dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64) else codes
+        low, high = (int(v) for v in torch.aminmax(wide))
         if low < 0 or high >= 1 << bits:
             raise ValueError(f"codes must be 0..{(1 << bits) - 1} for {bits} bits, got {low}..{high}")
     return pack_unchecked(codes.to(torch.uint8), bits)
@@ -99,7 +101,7 @@ def planes(packed: Tensor, bits: int, n: int) -> tuple[Tensor, ...]:
 def _pack_plane(field: Tensor, width: int) -> Tensor:
     per_byte = 8 // width
     if per_byte == 1:
-        return field.contiguous()
+        return field.clone(memory_format=torch.contiguous_format)  # never the caller's memory
     n = field.shape[-1]
     if n % per_byte:
         field = torch.nn.functional.pad(field, (0, -n % per_byte))

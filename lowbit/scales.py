@@ -38,22 +38,24 @@ def outer_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
     """The float32 scale above the groups of matrices with largest magnitudes ``absmax`` [...].
 
     It maps the largest group scale to the largest number of the scale's format (NVIDIA's two-level rule for NVFP4).
+    With a zero point that is the scale of a group that reaches from -absmax to absmax.
     """
-    return (absmax / (scheme.fmt.symmetric_max * format_named(scheme.scale).max)).to(torch.float32)
+    largest = scheme.fmt.symmetric_max if scheme.zero_point == "none" else scheme.fmt.max / 2
+    outer = (absmax / (largest * format_named(scheme.scale).max)).to(torch.float32)
+    if absmax.dtype != torch.float32:
+        _check_finite(outer, absmax, "fp32")
+    return outer
 
 
 def round_scale(value: Tensor, scheme: Scheme) -> Tensor:
     """Scales ``value`` (positive, any shape) rounded to nearest in the form they are stored in.
 
-    Raises ``ValueError`` where bf16 or fp16 overflows, or fp16 would turn the scale of normal float32 weights to zero.
+    Raises ``ValueError`` where bf16, fp16 or fp32 overflows, or fp16 would turn the scale of normal float32 weights to
+    zero.
     """
-    if scheme.scale not in PLAIN_SCALES:
-        return format_named(scheme.scale).nearest(value)
-    stored = value.to(scheme.scale_dtype)
-    if stored.dtype == torch.float32 or not value.numel():
-        return stored
-    if not bool(torch.isfinite(stored.amax())):
-        raise ValueError(f"scale {float(value.max()):.3g} does not fit {scheme.scale}: use scale='fp32' (or 'bf16' for fp16)")
+    stored = _rounded(value, scheme)
+    if scheme.scale in PLAIN_SCALES and not (stored.dtype == value.dtype == torch.float32):
+        _check_finite(stored, value, scheme.scale)
     if stored.dtype == torch.float16:
         lost = (stored == 0) & (value * scheme.fmt.max >= torch.finfo(torch.float32).tiny)
         if bool(lost.any()):
@@ -61,35 +63,52 @@ def round_scale(value: Tensor, scheme: Scheme) -> Tensor:
     return stored
 
 
-def _power_of_two(absmax: Tensor, scheme: Scheme) -> Tensor:
-    """Codes of 2^(floor(log2 absmax) - floor(log2 max)) in the e8m0 format; the smallest for a group of zeros.
+def _rounded(value: Tensor, scheme: Scheme) -> Tensor:
+    if scheme.scale in PLAIN_SCALES:
+        return value.to(scheme.scale_dtype)
+    return format_named(scheme.scale).nearest(value)
+
+
+def _check_finite(stored: Tensor, value: Tensor, where: str) -> None:
+    if stored.numel() and not bool(torch.isfinite(stored.amax())):
+        if not bool(torch.isfinite(value.amax())):
+            raise ValueError("a weight that is quantized must be finite, and this one holds NaN or infinity: remove them first")
+        remedy = "scale the weights down" if where == "fp32" else "use scale='fp32' (or 'bf16' for fp16)"
+        raise ValueError(f"scale {float(value.max()):.3g} does not fit {where}: {remedy}")
+
+
+def _power_of_two(absmax: Tensor, largest: float) -> Tensor:
+    """Codes of 2^(floor(log2 absmax) - floor(log2 largest)) in the e8m0 format; the smallest for a group of zeros.
 
     OCP Microscaling v1.0, section 6.3: the largest power of two not above the largest magnitude, over the largest
     power of two of the element format. Numbers that end up above the format's largest saturate.
     """
-    emax = math.frexp(scheme.fmt.symmetric_max)[1] - 1
+    emax = math.frexp(largest)[1] - 1
     exponent = torch.frexp(absmax).exponent - 1 - emax
     return torch.where(absmax == 0, -127, exponent).clamp(-127, 127).add(127).to(torch.uint8)
 
 
 def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, shrink: float) -> Scales:
-    """Scales from the extremes of grouped ``x`` [..., N, G, group], the range shrunk by a factor."""
-    fmt = scheme.fmt
+    """Scales from the extremes of grouped ``x`` [..., N, G, group], the range shrunk by a factor.
+
+    Only the whole range is checked: a smaller one that underflows is a bad candidate and no error.
+    """
+    fmt, round_to = scheme.fmt, round_scale if shrink == 1 else _rounded
     low, high = torch.aminmax(x, dim=-1)
     low, high = low.clamp(max=0) * shrink, high.clamp(min=0) * shrink
     if scheme.zero_point == "none":
         absmax = torch.maximum(-low, high)
         if scheme.scale == "e8m0":
-            return Scales(_power_of_two(absmax, scheme), None, outer)
+            return Scales(_power_of_two(absmax, fmt.symmetric_max), None, outer)
         value = absmax / fmt.symmetric_max
     else:
         value = high / fmt.max - low / fmt.max  # the difference of the two could overflow
         if scheme.scale == "e8m0":
-            return _with_zero_point(_power_of_two(value * fmt.max, scheme), low, scheme, outer)
+            return _with_zero_point(_power_of_two(high / 2 - low / 2, fmt.max / 2), low, scheme, outer)
     if outer is not None:
         above = outer[..., None, None].to(value.dtype)
         value = value / torch.where(above == 0, 1.0, above)
-    stored = round_scale(value, scheme)
+    stored = round_to(value, scheme)
     if scheme.zero_point == "none":
         return Scales(stored, None, outer)
     return _with_zero_point(stored, low, scheme, outer)
@@ -97,7 +116,7 @@ def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, shrink: float) 
 
 def _with_zero_point(stored: Tensor, low: Tensor, scheme: Scheme, outer: Tensor | None) -> Scales:
     scale = scale_values(scheme, Scales(stored, None, outer), low.dtype)
-    zero = -low / torch.where(scale == 0, 1.0, scale)
+    zero = -low / torch.where(scale == 0, torch.inf, scale)  # a group that underflowed is a group of zeros
     if scheme.zero_point == "int":
         zero = zero.round().clamp(0, scheme.fmt.max)
     assert scheme.zero_point_dtype is not None

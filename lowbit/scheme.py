@@ -47,6 +47,8 @@ class Scheme:
                 )
             object.__setattr__(self, "format", self.format.name)
         fmt = format_named(self.format)
+        if not isinstance(self.group_size, int) or isinstance(self.group_size, bool):
+            raise ValueError(f"group_size must be an int, got {self.group_size!r}")
         if self.group_size != -1 and self.group_size < 1:
             raise ValueError(f"group_size must be -1 (the whole row) or at least 1, got {self.group_size}")
         if self.zero_point not in _ZERO_POINTS:
@@ -59,10 +61,14 @@ class Scheme:
             raise ValueError(f"a zero point goes with an unsigned integer format (uint1..uint8), got {self.format}")
         if self.zero_point == "none" and not fmt.signed:
             raise ValueError(f"{self.format} has no negative numbers: use zero_point='int', or a signed format")
+        if self.zero_point == "none" and fmt.symmetric_max <= 0:
+            raise ValueError(f"{self.format} has no positive numbers, so no scale covers both signs: use a format that has both")
         if self.zero_point == "float" and self.scale not in PLAIN_SCALES:
             raise ValueError(f"a float zero point is stored as the scale is: scale must be one of {', '.join(PLAIN_SCALES)}")
         if self.outer and (self.scale in PLAIN_SCALES or self.zero_point == "float"):
             raise ValueError("outer=True stands above scales in a narrow format such as fp8_e4m3fn")
+        if self.outer and self.scale == "e8m0":
+            raise ValueError("outer=True adds nothing to e8m0 scales, which reach as far as float32: use outer=False")
 
     # ---- what follows ----------------------------------------------------------------------------------------
 
@@ -127,15 +133,20 @@ class Scheme:
         Takes a canonical spelling (``uint4:g128:zint:bf16``), a name in ``SCHEMES``, and a name with a group size
         (``int4_g48``), ``_row`` or ``_sym`` behind it. Raises ``ValueError`` with the nearest names.
         """
-        return _parse(text)
+        return _parse_canonical(text) if ":" in text else _parse_name(text)
 
 
 @lru_cache(maxsize=1024)
-def _parse(text: str) -> Scheme:
+def _parse_canonical(text: str) -> Scheme:
+    """Kept, because every call of an operator comes by here; names are not, because SCHEMES may change."""
     spelled = re.fullmatch(r"(\w+):(row|g\d+)(?::z(int|float))?:(\w+)(:outer)?", text)
-    if spelled:
-        fmt, group, zero, scale, outer = spelled.groups()
-        return Scheme(fmt, -1 if group == "row" else int(group[1:]), zero or "none", scale, outer is not None)
+    if not spelled:
+        raise ValueError(f"a scheme is spelled format:g128:zint:bf16 (or row for g128, and :zint left out), got {text!r}")
+    fmt, group, zero, scale, outer = spelled.groups()
+    return Scheme(fmt, -1 if group == "row" else int(group[1:]), zero or "none", scale, outer is not None)
+
+
+def _parse_name(text: str) -> Scheme:
     if text in SCHEMES:
         return SCHEMES[text]
     name, symmetric, size = text, False, None

@@ -35,7 +35,7 @@ LIBRARY = torch.library.Library("lowbit", "DEF")
 for _schema in _SCHEMAS:
     LIBRARY.define(_schema)
 
-_parse = functools.lru_cache(maxsize=1024)(Scheme.parse)
+_parse = Scheme.parse
 
 
 @functools.lru_cache(maxsize=32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -27,7 +28,7 @@ def _row_chunks(rows: int, k: int) -> Iterator[slice]:
 def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Packed codes, scales, zero points and outer scale of ``w`` [..., N, K], rounded to nearest."""
     *lead, n, k = w.shape
-    flat = w.reshape(-1, n, k)
+    flat = w.reshape(math.prod(lead), n, k)
     compute = torch.float64 if w.dtype == torch.float64 else torch.float32
     g = scheme.groups(k) if k else 0
     packed = torch.empty(flat.shape[0], n, packed_size(scheme.bits, k), dtype=torch.uint8, device=w.device)
