@@ -46,9 +46,9 @@ def _arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def call_for(op: str, scheme: Scheme, layout: str, x: Tensor, m: int, n: int, k: int) -> Call:
-    """The :class:`Call` that a kernel is selected by."""
-    return Call(op, x.device.type, _arch(x.device), layout, scheme, x.dtype, m, n, k)
+def call_for(op: str, scheme: Scheme, layout: str, device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> Call:
+    """The :class:`Call` that a kernel is selected by; ``dtype`` is that of x, or of the result where there is no x."""
+    return Call(op, device.type, _arch(device), layout, scheme, dtype, m, n, k)
 
 
 def _check_weight(scheme: Scheme, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, k: int) -> None:
@@ -96,7 +96,7 @@ def _linear(
     _check_x(x)
     _check_weight(how, packed, scale, zero_point, outer, k)
     _check_bias(bias, (n,))
-    call = call_for("linear", how, layout, x, math.prod(x.shape[:-1]), n, k)
+    call = call_for("linear", how, layout, x.device, x.dtype, math.prod(x.shape[:-1]), n, k)
     return run(call, x, packed, scale, zero_point, outer, bias, how)
 
 
@@ -116,7 +116,7 @@ def _quantized_linear(
     _check_x(x)
     _check_weight(how, packed, scale, zero_point, outer, k)
     _check_bias(bias, (n,))
-    call = call_for("quantized_linear", how, layout, x, math.prod(x.shape[:-1]), n, k)
+    call = call_for("quantized_linear", how, layout, x.device, x.dtype, math.prod(x.shape[:-1]), n, k)
     return run(call, x, packed, scale, zero_point, outer, bias, how, _parse(activation), input_scale)
 
 
@@ -136,7 +136,7 @@ def _grouped_linear(
         raise ValueError(f"x must be [E, M, K] and the weight [E, N, K], got {tuple(x.shape)} and {tuple(packed.shape)}")
     _check_weight(how, packed, scale, zero_point, outer, k)
     _check_bias(bias, tuple(packed.shape[:-1]))
-    call = call_for("grouped_linear", how, layout, x, x.shape[1], packed.shape[-2], k)
+    call = call_for("grouped_linear", how, layout, x.device, x.dtype, x.shape[1], packed.shape[-2], k)
     return run(call, x, packed, scale, zero_point, outer, bias, how)
 
 
@@ -153,7 +153,7 @@ def _embedding(
 ) -> Tensor:
     how = _parse(scheme)
     _check_weight(how, packed, scale, zero_point, outer, k)
-    call = call_for("embedding", how, layout, packed, indices.numel(), packed.shape[0], k)
+    call = call_for("embedding", how, layout, packed.device, dtype, indices.numel(), packed.shape[0], k)
     return run(call, indices, packed, scale, zero_point, outer, how, k, dtype)
 
 
@@ -169,7 +169,7 @@ def _dequantize(
 ) -> Tensor:
     how = _parse(scheme)
     _check_weight(how, packed, scale, zero_point, outer, k)
-    call = call_for("dequantize", how, layout, packed, 0, math.prod(packed.shape[:-1]), k)
+    call = call_for("dequantize", how, layout, packed.device, dtype, 0, math.prod(packed.shape[:-1]), k)
     return run(call, packed, scale, zero_point, outer, how, k, dtype)
 
 
@@ -177,7 +177,7 @@ def _quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor, Tens
     if not w.dtype.is_floating_point or w.dim() < 2:
         raise ValueError(f"w must be a floating point tensor [..., N, K], got {w.dtype} {tuple(w.shape)}")
     how = _parse(scheme)
-    call = call_for("quantize", how, "canonical", w, 0, math.prod(w.shape[:-1]), w.shape[-1])
+    call = call_for("quantize", how, "canonical", w.device, w.dtype, 0, math.prod(w.shape[:-1]), w.shape[-1])
     packed, scale, zero_point, outer = run(call, w, how, method)
     absent = functools.partial(torch.empty, 0, dtype=torch.uint8, device=w.device)
     return packed, scale, absent() if zero_point is None else zero_point, absent() if outer is None else outer

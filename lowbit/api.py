@@ -1,0 +1,125 @@
+"""The named one-line recipes: what ``quantize_(model, int4_weight_only())`` takes."""
+
+from __future__ import annotations
+
+from .recipe import Target
+from .scheme import SCHEMES, Scheme
+
+__all__ = [
+    "fp4_weight_only",
+    "fp6_weight_only",
+    "fp8_weight_only",
+    "int2_weight_only",
+    "int3_weight_only",
+    "int4_weight_only",
+    "int5_weight_only",
+    "int6_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_weight",
+    "int8_weight_only",
+    "mxfp4_weight_only",
+    "mxfp6_weight_only",
+    "mxfp8_weight_only",
+    "mxint8_weight_only",
+    "nf4_weight_only",
+    "nvfp4_weight_only",
+    "w4a16",
+    "w8a16",
+]
+
+_TOKEN_INT8 = Scheme("int8", scale="fp32")
+
+
+def _integer(bits: int, group_size: int, symmetric: bool, scale: str) -> Target:
+    if symmetric:
+        return Target(Scheme(f"int{bits}", group_size, scale=scale))
+    return Target(Scheme(f"uint{bits}", group_size, zero_point="int", scale=scale))
+
+
+def int8_weight_only(group_size: int = -1, symmetric: bool = True, scale: str = "bf16") -> Target:
+    """8-bit integers, a scale a row (``group_size=-1``) or a group: nearly lossless, half the bytes of bf16."""
+    return _integer(8, group_size, symmetric, scale)
+
+
+def int6_weight_only(group_size: int = 128, symmetric: bool = False, scale: str = "bf16") -> Target:
+    """6-bit integers in groups, with an integer zero point unless ``symmetric``."""
+    return _integer(6, group_size, symmetric, scale)
+
+
+def int5_weight_only(group_size: int = 128, symmetric: bool = False, scale: str = "bf16") -> Target:
+    """5-bit integers in groups, with an integer zero point unless ``symmetric``."""
+    return _integer(5, group_size, symmetric, scale)
+
+
+def int4_weight_only(group_size: int = 128, symmetric: bool = False, scale: str = "bf16") -> Target:
+    """4-bit integers in groups, with an integer zero point unless ``symmetric``: a quarter of the bytes of bf16."""
+    return _integer(4, group_size, symmetric, scale)
+
+
+def int3_weight_only(group_size: int = 128, symmetric: bool = False, scale: str = "bf16") -> Target:
+    """3-bit integers in groups, 3 bits in storage; wants a better rounder than round to nearest."""
+    return _integer(3, group_size, symmetric, scale)
+
+
+def int2_weight_only(group_size: int = 64, symmetric: bool = False, scale: str = "bf16") -> Target:
+    """2-bit integers in groups; of little use without a rounder that looks at data."""
+    return _integer(2, group_size, symmetric, scale)
+
+
+def fp8_weight_only(format: str = "fp8_e4m3fn", group_size: int = -1, scale: str = "bf16") -> Target:
+    """8-bit floats, ``"fp8_e4m3fn"`` or ``"fp8_e5m2"``, a scale a row or a group."""
+    return Target(Scheme(format, group_size, scale=scale))
+
+
+def fp6_weight_only(format: str = "fp6_e2m3", group_size: int = 128, scale: str = "bf16") -> Target:
+    """6-bit floats, ``"fp6_e2m3"`` or ``"fp6_e3m2"``, 6 bits in storage."""
+    return Target(Scheme(format, group_size, scale=scale))
+
+
+def fp4_weight_only(group_size: int = 64, scale: str = "bf16") -> Target:
+    """4-bit floats (e2m1) in groups."""
+    return Target(Scheme("fp4_e2m1", group_size, scale=scale))
+
+
+def nf4_weight_only(group_size: int = 64, scale: str = "bf16") -> Target:
+    """NF4, the 4-bit quantiles of a normal distribution (QLoRA)."""
+    return Target(Scheme("nf4", group_size, scale=scale))
+
+
+def mxfp8_weight_only(format: str = "fp8_e4m3fn") -> Target:
+    """OCP MXFP8: blocks of 32 under a power of two; ``"fp8_e4m3fn"`` or ``"fp8_e5m2"``."""
+    return Target(Scheme(format, 32, scale="e8m0"))
+
+
+def mxfp6_weight_only(format: str = "fp6_e2m3") -> Target:
+    """OCP MXFP6: blocks of 32 under a power of two; ``"fp6_e2m3"`` or ``"fp6_e3m2"``."""
+    return Target(Scheme(format, 32, scale="e8m0"))
+
+
+def mxfp4_weight_only() -> Target:
+    """OCP MXFP4: e2m1 in blocks of 32 under a power of two."""
+    return Target(SCHEMES["mxfp4"])
+
+
+def mxint8_weight_only() -> Target:
+    """OCP MXINT8: 8-bit integers in blocks of 32 under a power of two."""
+    return Target(SCHEMES["mxint8"])
+
+
+def nvfp4_weight_only() -> Target:
+    """NVFP4: e2m1 in blocks of 16 under an e4m3 scale, and one float32 for the matrix."""
+    return Target(SCHEMES["nvfp4"])
+
+
+def int8_dynamic_activation_int8_weight() -> Target:
+    """W8A8: the input rounded to 8 bits with a scale a token as it comes, the weight to 8 bits with a scale a row."""
+    return Target(SCHEMES["int8"], _TOKEN_INT8)
+
+
+def int8_dynamic_activation_int4_weight(group_size: int = 32) -> Target:
+    """W4A8: the input rounded to 8 bits with a scale a token as it comes, the weight to symmetric 4 bits in groups."""
+    return Target(Scheme("int4", group_size), _TOKEN_INT8)
+
+
+w8a16 = int8_weight_only
+w4a16 = int4_weight_only

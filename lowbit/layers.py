@@ -1,0 +1,118 @@
+"""Finding the layers of a model that can be quantized, and saying why the others cannot."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .weight import QuantizedModule
+
+__all__ = ["Layer", "find_layers", "replace_module"]
+
+_HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
+
+
+@dataclass
+class Layer:
+    """A module with a weight [N, K] that could be quantized, under every name that it has in the model.
+
+    ``obstacle`` says why it cannot be; ``head`` marks the output projection of a language model.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    kind: str
+    obstacle: str | None
+    head: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """The float weight [N, K], K the dimension that a product sums over."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight.t() if self.kind == "conv1d" else weight
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Every linear layer, transformers' Conv1D and embedding of ``model``, in the order of its modules."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    head = _output_embeddings(model)
+    layers = []
+    for module, found in names.items():
+        kind = _kind(module)
+        if kind is not None:
+            is_head = kind == "linear" and (module is head or found[0].rpartition(".")[2] in _HEAD_NAMES)
+            layers.append(Layer(tuple(found), module, kind, _obstacle(module, kind, found[0]), is_head))
+    return layers
+
+
+def replace_module(model: nn.Module, names: tuple[str, ...], module: nn.Module) -> None:
+    """Put ``module`` in place under each of ``names``."""
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, module)
+
+
+def _conv1d() -> type[nn.Module] | None:
+    # Only a model that was made with transformers can hold one, and then the module is loaded.
+    loaded = sys.modules.get("transformers.pytorch_utils")
+    return getattr(loaded, "Conv1D", None)
+
+
+def _kind(module: nn.Module) -> str | None:
+    conv1d = _conv1d()
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "conv1d" if conv1d is not None and isinstance(module, conv1d) else None
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    if getter is None:
+        return None
+    try:
+        return getter()
+    except (AttributeError, NotImplementedError):  # encoders without a head
+        return None
+
+
+def _obstacle(module: nn.Module, kind: str, name: str) -> str | None:
+    if isinstance(module, QuantizedModule):
+        return f"quantized already ({module.spelling})"
+    if name == "":
+        return "it is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
+    base = {"linear": nn.Linear, "embedding": nn.Embedding, "conv1d": _conv1d()}[kind]
+    assert base is not None
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "nn.MultiheadAttention reads its weight without calling it"
+    if type(module).forward is not base.forward:
+        return f"{type(module).__name__} computes something of its own"
+    if "weight" not in module._parameters:
+        return "its weight is not a plain parameter (parametrized?)"
+    weight = module._parameters["weight"]
+    if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+        return f"its weight is {type(weight).__name__} of {None if weight is None else weight.dtype}, not a float parameter"
+    if weight.numel() == 0:
+        return "its weight is empty"
+    if getattr(module, "max_norm", None) is not None:
+        return "max_norm changes the weight as it is used"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return "it carries forward hooks, which a replacement would lose"
+    return None
+
+
+def same_weight(a: Layer, b: Layer) -> bool:
+    """Whether two layers are tied: one parameter, read by both."""
+    first, second = a.module._parameters.get("weight"), b.module._parameters.get("weight")
+    return first is not None and first is second and isinstance(first, torch.Tensor)

@@ -1,0 +1,258 @@
+"""Plans: what quantize_ will do to each layer, what it saves, which kernel will run, and why a layer is left alone."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbit_kernels import registry
+from lowbit_kernels.ops import call_for
+
+from .layers import Layer, find_layers, same_weight
+from .linear import QLinear
+from .recipe import Recipe, Rule, Target
+from .tensor import QTensor
+
+__all__ = ["Explanation", "LayerPlan", "Plan", "explain", "plan"]
+
+BATCHES = (1, 16, 512)
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer of a plan.
+
+    ``target`` is None for a layer that stays as it is, and ``reason`` says why. ``kernels`` and ``refusals`` map the
+    rows of an input (1, 16, 512) to the kernel that will run and to (kernel, why it refused) of each before it.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    target: Target | None
+    reason: str
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+    names: tuple[str, ...] = ()
+    tied_to: str | None = None
+    kernels: dict[int, str] = field(default_factory=dict)
+    refusals: dict[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of each layer of a model, in the order of its modules."""
+
+    recipe: Recipe
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def changed(self) -> tuple[LayerPlan, ...]:
+        """The layers that are quantized."""
+        return tuple(layer for layer in self.layers if layer.target is not None)
+
+    @property
+    def kept(self) -> tuple[LayerPlan, ...]:
+        """The layers that stay as they are, each with its reason."""
+        return tuple(layer for layer in self.layers if layer.target is None)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the weights of all these layers; a tied weight counts once."""
+        return sum(layer.bytes_before for layer in self.layers if layer.tied_to is None)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(layer.bytes_after for layer in self.layers if layer.tied_to is None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        layers = []
+        for layer in self.layers:
+            entry = asdict(layer)
+            entry["target"] = None if layer.target is None else layer.target.to_dict()
+            layers.append(entry)
+        return {
+            "recipe": self.recipe.to_dict(),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "layers": layers,
+        }
+
+    def __str__(self) -> str:
+        width = max((len(layer.name) for layer in self.layers), default=0)
+        lines = []
+        for layer in self.layers:
+            shape = "x".join(map(str, layer.shape))
+            if layer.target is None:
+                lines.append(f"{layer.name:{width}}  {shape:>12}  stays {layer.dtype}: {layer.reason}")
+                continue
+            kernels = " ".join(f"M={m}:{kernel}" for m, kernel in layer.kernels.items())
+            tied = f" ({layer.reason})" if layer.reason else ""
+            lines.append(
+                f"{layer.name:{width}}  {shape:>12}  {layer.target}, {layer.bits_per_weight:.2f} bits, "
+                f"{layer.bytes_before:,} -> {layer.bytes_after:,} bytes, {kernels}{tied}"
+            )
+        ratio = self.bytes_before / max(self.bytes_after, 1)
+        lines.append(
+            f"{len(self.changed)} of {len(self.layers)} layers quantized, "
+            f"{self.bytes_before:,} -> {self.bytes_after:,} bytes ({ratio:.2f} times smaller)"
+        )
+        return "\n".join(lines)
+
+
+def plan(model: nn.Module, what: Any, *, filter_fn: FilterFn | None = None, device: str | torch.device | None = None) -> Plan:
+    """What ``quantize_(model, what)`` would do, without touching the model.
+
+    ``what`` and ``filter_fn`` as in :func:`lowbit.quantize_`; ``device``: where the model will run, to tell the kernels
+    (its own device by default). Raises ``ValueError`` for a pattern that matches nothing.
+    """
+    return resolve(model, Recipe.of(what), filter_fn, device)[0]
+
+
+def resolve(
+    model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None, device: str | torch.device | None
+) -> tuple[Plan, list[Layer]]:
+    """The plan, and the layer that each of its entries speaks of."""
+    layers = find_layers(model)
+    _check_rules(recipe, layers)
+    decisions = [_decide(layer, recipe, filter_fn) for layer in layers]
+    _follow_ties(layers, decisions)
+    entries = []
+    for i, (layer, (target, reason)) in enumerate(zip(layers, decisions, strict=True)):
+        twin = next((other for other in layers[:i] if same_weight(layer, other)), None)
+        entries.append(_entry(layer, target, reason, None if twin is None else twin.name, device))
+    return Plan(recipe, tuple(entries)), layers
+
+
+def _check_rules(recipe: Recipe, layers: list[Layer]) -> None:
+    names = [name for layer in layers for name in layer.names]
+    if not names:
+        raise ValueError("the model has no linear layer and no embedding")
+    taken: set[str] = set()
+    for rule in recipe.rules:
+        matched = {name for name in names if rule.matches(name)}
+        if not matched:
+            near = difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0.0)
+            raise ValueError(f"pattern {rule.pattern!r} matches no layer; the nearest are {', '.join(near)}")
+        if matched <= taken:
+            raise ValueError(f"pattern {rule.pattern!r} never applies: patterns before it take all that it matches")
+        taken |= matched
+
+
+def _decide(layer: Layer, recipe: Recipe, filter_fn: FilterFn | None) -> tuple[Target | None, str]:
+    rule = recipe.rule_for(layer.names)
+    if layer.obstacle is not None:
+        return None, layer.obstacle
+    if rule is None:
+        return None, "no pattern matches"
+    if rule.target is None:
+        return None, f"pattern {rule.pattern!r} leaves it"
+    if _left_by_default(layer, rule):
+        what = "the head" if layer.head else "an embedding"
+        return None, f"{what}: name it in a pattern to quantize it"
+    if filter_fn is not None and not filter_fn(layer.module, layer.name):
+        return None, "filter_fn leaves it"
+    return rule.target, ""
+
+
+def _left_by_default(layer: Layer, rule: Rule) -> bool:
+    return rule.catch_all and (layer.head or layer.kind == "embedding")
+
+
+def _follow_ties(layers: list[Layer], decisions: list[tuple[Target | None, str]]) -> None:
+    """Layers that read one weight share its fate, so that they stay tied."""
+    for i, layer in enumerate(layers):
+        group = [j for j, other in enumerate(layers) if j == i or same_weight(layer, other)]
+        if len(group) == 1 or group[0] != i:
+            continue
+        wanted = {decisions[j][0] for j in group} - {None}
+        names = " and ".join(layers[j].name for j in group)
+        if len(wanted) > 1:
+            raise ValueError(f"{names} share one weight and cannot become both {' and '.join(map(str, wanted))}")
+        if not wanted:
+            continue
+        blocked = next((j for j in group if layers[j].obstacle is not None), None)
+        refused = next((j for j in group if decisions[j][1].startswith("pattern")), None)
+        if refused is not None:
+            raise ValueError(f"{names} share one weight: give both the same target, or both None")
+        for j in group:
+            if blocked is not None:
+                decisions[j] = None, f"tied to {layers[blocked].name}, which cannot be quantized: {layers[blocked].obstacle}"
+            elif decisions[j][0] is None:
+                twin = next(layers[other].name for other in group if decisions[other][0] is not None)
+                decisions[j] = wanted.copy().pop(), f"tied to {twin}"
+
+
+def _entry(layer: Layer, target: Target | None, reason: str, twin: str | None, device: str | torch.device | None) -> LayerPlan:
+    weight = layer.weight
+    if isinstance(weight, QTensor):
+        before = after = weight.nbytes
+        bits = weight.bits_per_weight
+    else:
+        before = after = weight.nbytes
+        bits = 8.0 * weight.element_size()
+    n, k = (int(weight.shape[0]), int(weight.shape[1])) if weight.dim() == 2 else (0, 0)
+    dtype = str(weight.dtype).removeprefix("torch.")
+    kernels: dict[int, str] = {}
+    refusals: dict[int, tuple[tuple[str, str], ...]] = {}
+    if target is not None:
+        bits = target.weight.bits_per_weight(k)
+        after = round(bits * n * k / 8) + (4 if target.weight.outer else 0)
+        op = "embedding" if layer.kind == "embedding" else "linear" if target.activation is None else "quantized_linear"
+        where = torch.device(device) if device is not None else weight.device
+        for m in BATCHES:
+            call = call_for(op, target.weight, "canonical", where, weight.dtype, m, n, k)
+            rows = registry.explain(call)
+            kernels[m] = registry.select(call).name
+            refusals[m] = tuple((name, why) for name, why in rows if why is not None)
+    return LayerPlan(
+        layer.name,
+        layer.kind,
+        tuple(weight.shape),
+        dtype,
+        target,
+        reason,
+        before,
+        after,
+        bits,
+        layer.names,
+        twin,
+        kernels,
+        refusals,
+    )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel takes a call (``kernel``), and a line for every row of the registry: (name, why it refused or None)."""
+
+    call: registry.Call
+    kernel: str
+    rows: tuple[tuple[str, str | None], ...]
+
+    def __str__(self) -> str:
+        call = self.call
+        dtype = str(call.dtype).removeprefix("torch.")
+        head = f"{call.op}, {call.scheme}, {dtype} on {call.device}, M={call.m} N={call.n} K={call.k}"
+        lines = [f"  {name}: {why or ('runs' if name == self.kernel else 'would take it')}" for name, why in self.rows]
+        return "\n".join([f"{head}: {self.kernel}", *lines])
+
+
+def explain(layer: QLinear | QTensor, m: int = 1, dtype: torch.dtype | None = None) -> Explanation:
+    """Which kernel runs a quantized linear layer (or weight) for ``m`` rows of x, and why each other one does not."""
+    if not isinstance(layer, QLinear | QTensor):
+        raise TypeError(f"explain takes a QLinear or a QTensor, got {type(layer).__name__}: quantize_ the model first")
+    weight = layer if isinstance(layer, QTensor) else layer.weight
+    op = "quantized_linear" if isinstance(layer, QLinear) and layer.activation is not None else "linear"
+    n, k = weight.shape[-2:]
+    call = call_for(op, weight.scheme, weight.byte_layout, weight.device, dtype or weight.dtype, m, n, k)
+    return Explanation(call, registry.select(call).name, tuple(registry.explain(call)))

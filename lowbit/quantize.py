@@ -1,0 +1,124 @@
+"""quantize_: a model's layers, in place, to a recipe; it returns the plan that it carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .algorithms import ROUNDERS
+from .embedding import QEmbedding
+from .layers import Layer, replace_module
+from .linear import QLinear
+from .planning import FilterFn, LayerPlan, Plan, resolve
+from .recipe import Recipe, Target
+from .tensor import QTensor, check_weight
+from .weight import QuantizedModule
+
+__all__ = ["quantize_"]
+
+Progress = Callable[[LayerPlan, int, int], None]
+
+
+def quantize_(
+    model: nn.Module,
+    what: Any,
+    *,
+    filter_fn: FilterFn | None = None,
+    device: str | torch.device | None = None,
+    keep_on_device: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """Quantize the layers of ``model`` in place and return the :class:`~lowbit.planning.Plan` that was carried out.
+
+    Args:
+        what: what a factory such as ``int4_weight_only()`` returns, a :class:`~lowbit.Scheme`, a
+            :class:`~lowbit.Recipe`, the name of one, a YAML file, or a dict from name patterns (glob, or ``re:`` and a
+            regular expression) to any of these or None; the first pattern that matches wins. Without a pattern that
+            names them, embeddings and the head stay as they are.
+        filter_fn: ``filter_fn(module, name) -> bool``, asked for each layer that would be quantized.
+        device: where each layer's weight is moved to be quantized, one at a time; its own device by default.
+        keep_on_device: leave the quantized weights on ``device``, instead of moving them back.
+        progress: called with (layer, layers done, layers in all) after each layer.
+
+    Every weight is checked before the first is changed. Peak memory stays under the model and twice its largest layer.
+    Raises ``ValueError`` for a pattern that matches nothing, a call that changes nothing, and weights with NaN or infinity.
+    """
+    recipe = Recipe.of(what)
+    carried, layers = resolve(model, recipe, filter_fn, device)
+    if not carried.changed:
+        reasons = "; ".join(f"{layer.name}: {layer.reason}" for layer in carried.kept[:5])
+        raise ValueError(f"nothing would change in {len(carried.kept)} layers ({reasons})")
+    _check(carried, layers)
+
+    done: dict[int, QTensor] = {}  # by the identity of a weight that several layers read
+    shared = _shared_weights(carried, layers)
+    total = len(carried.changed)
+    count = 0
+    for i, entry in enumerate(carried.layers):
+        layer, layers[i] = layers[i], None  # type: ignore[call-overload]  # the float weight goes as soon as it is replaced
+        if entry.target is None:
+            continue
+        key = id(layer.module._parameters["weight"])
+        quantized = done.get(key)
+        if quantized is None:
+            try:
+                quantized = _round(layer, entry.target, device, keep_on_device)
+            except ValueError as error:
+                raise ValueError(f"{entry.name}: {error} ({count} of {total} layers are quantized)") from error
+            if key in shared:
+                done[key] = quantized
+        replacement = _replacement(layer, quantized, entry.target)
+        if key in shared:
+            done[key] = replacement.weight  # so that the next layer shares these very parameters
+        replace_module(model, layer.names, replacement)
+        count += 1
+        if progress is not None:
+            progress(entry, count, total)
+    return carried
+
+
+def _check(carried: Plan, layers: list[Layer]) -> None:
+    for entry, layer in zip(carried.layers, layers, strict=True):
+        if entry.target is None:
+            continue
+        if layer.weight.device.type == "meta":
+            raise ValueError(f"{entry.name} is on the meta device and has no values: load the model first")
+        check_weight(layer.weight, f"{entry.name}.weight")
+
+
+def _shared_weights(carried: Plan, layers: list[Layer]) -> set[int]:
+    ids = [
+        id(layer.module._parameters["weight"]) for e, layer in zip(carried.layers, layers, strict=True) if e.target is not None
+    ]
+    return {key for key in ids if ids.count(key) > 1}
+
+
+def _round(layer: Layer, target: Target, device: str | torch.device | None, keep_on_device: bool) -> QTensor:
+    weight = layer.weight.detach()
+    origin = weight.device
+    if device is not None:
+        weight = weight.to(device)
+    if target.rounder == "rtn":  # the operator does this in chunks of rows, in a fused kernel where there is one
+        quantized = QTensor.quantize(weight, target.weight, method=target.scales)
+    else:
+        compute = weight if weight.dtype == torch.float64 else weight.float()
+        codes, scales = ROUNDERS[target.rounder](compute, target.weight, target.scales)
+        quantized = QTensor.from_codes(codes, scales, target.weight, weight.dtype)
+    if quantized.device != origin and not keep_on_device:
+        moved = quantized.to(origin)
+        assert isinstance(moved, QTensor)
+        return moved
+    return quantized
+
+
+def _replacement(layer: Layer, weight: QTensor, target: Target) -> QuantizedModule:
+    module: QuantizedModule
+    if isinstance(layer.module, nn.Embedding):
+        module = QEmbedding(weight, layer.module.padding_idx)
+    else:
+        bias = layer.module._parameters.get("bias")
+        module = QLinear(weight, bias if bias is None else nn.Parameter(bias.detach(), bias.requires_grad), target.activation)
+    return module.train(layer.module.training)
