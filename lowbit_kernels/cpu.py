@@ -1,1 +1,62 @@
-"""Rows for what csrc compiles for cpu."""
+"""Rows for what csrc compiles for the CPU: linear for up to eight rows of x, from the canonical packing.
+
+The library is loaded when a call first asks for it. It takes a format and the format of the scales as tables of
+numbers, so it runs every format, those that are added at run time too: 4 bits and plain 8-bit integers at the speed
+of memory, other widths through a table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import FORMATS, Format
+from lowbit.scheme import PLAIN_SCALES, Scheme
+
+from .build import CPU
+from .registry import Kernel, register
+
+__all__ = ["available", "linear"]
+
+
+def available() -> str | None:
+    """Why the C++ library cannot run here, with the remedy; None if it can."""
+    return CPU.missing()
+
+
+_tables: dict[str, tuple[Format, Tensor]] = {}
+
+
+def _values(name: str) -> Tensor:
+    """The numbers of a format, float32 [2**bits]. Kept by name, because hashing 256 numbers takes as long as a small
+    layer; a name that came to mean another format is looked up anew."""
+    known = _tables.get(name)
+    if known is None or known[0] is not FORMATS[name]:
+        with torch.inference_mode(False), torch.no_grad():
+            known = _tables[name] = (FORMATS[name], torch.tensor(FORMATS[name].values, dtype=torch.float32))
+    return known[1]
+
+
+def linear(
+    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+) -> Tensor:
+    """``x @ W.T + bias`` for at most eight rows of ``x``: exact integers times x in float32, rounded once at the end."""
+    scales = None if scheme.scale in PLAIN_SCALES else _values(scheme.scale)
+    return torch.ops.lowbit_cpu.linear(
+        x, packed, scale, zero_point, outer, bias, _values(scheme.format), scales, scheme.group_size
+    )
+
+
+register(
+    Kernel(
+        "cpu_gemv",
+        "linear",
+        linear,
+        "exact",
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        m=(1, 8),
+        tiles=((8, 8, 32),),
+        available=available,
+    )
+)

@@ -1,0 +1,210 @@
+// Linear for up to eight rows of x, compiled once for each instruction set (LOWBIT_SET is its namespace).
+//
+// Every code is decoded once and multiplied into all rows of x. The sum is exact quantized values (code - zero point)
+// times x in fp32, sixteen lanes to a group; the group's scale multiplies the lanes in fp32; the lanes are added at the
+// end of the row. No sum depends on the number of threads.
+#include "linear.h"
+
+#include "../decode.h"
+#include "vectors.h"
+
+namespace lowbit::cpu::LOWBIT_SET {
+namespace {
+
+inline float stored_half(uint16_t half) {
+#if defined(__F16C__)
+  return _cvtsh_ss(half);
+#else
+  return half_to_float(half);
+#endif
+}
+
+inline float number_at(const Numbers& numbers, int64_t i) {
+  switch (numbers.stored) {
+    case Stored::float32: return static_cast<const float*>(numbers.data)[i];
+    case Stored::bfloat16: return bfloat16_to_float(static_cast<const uint16_t*>(numbers.data)[i]);
+    case Stored::float16: return stored_half(static_cast<const uint16_t*>(numbers.data)[i]);
+    case Stored::bytes: break;
+  }
+  const uint8_t byte = static_cast<const uint8_t*>(numbers.data)[i];
+  return numbers.table ? numbers.table[byte] : static_cast<float>(byte);
+}
+
+inline float scale_of(const Linear& a, int64_t row, int64_t g) {
+  const float scale = number_at(a.scale, row * a.scale.stride + g);
+  return a.has_outer ? scale * a.outer : scale;
+}
+
+inline float zero_of(const Linear& a, int64_t row, int64_t g) {
+  return a.zero_point.data ? number_at(a.zero_point, row * a.zero_point.stride + g) : 0.0f;
+}
+
+void unpack_any(int bits, const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
+  switch (bits) {
+    case 1: return unpack<1>(row, n, first, count, codes);
+    case 2: return unpack<2>(row, n, first, count, codes);
+    case 3: return unpack<3>(row, n, first, count, codes);
+    case 4: return unpack<4>(row, n, first, count, codes);
+    case 5: return unpack<5>(row, n, first, count, codes);
+    case 6: return unpack<6>(row, n, first, count, codes);
+    case 7: return unpack<7>(row, n, first, count, codes);
+    default: return unpack<8>(row, n, first, count, codes);
+  }
+}
+
+// Bytes at `at`, or a copy with zeros behind where the row ends within them: nothing is read beyond a row.
+template <int count>
+inline const uint8_t* whole(const uint8_t* row, int64_t at, int64_t row_bytes, uint8_t* copy) {
+  if (at + count <= row_bytes) return row + at;
+  memset(copy, 0, count);
+  memcpy(copy, row + at, row_bytes - at);
+  return copy;
+}
+
+// One row's codes of one group as numbers less the zero point, a block at a time. Lanes that belong to a neighbouring
+// group hold some finite number, and meet a zero in the arranged x; a table may hold NaN, so its foreign lanes are 0.
+template <Codes codes>
+struct Decoder;
+
+template <>
+struct Decoder<Codes::nibbles> {
+  Table table;
+  Decoder(const Linear& a, float zero) : table(less(table16(a.values), zero)) {}
+  void block_at(const Linear& a, const uint8_t* row, const Span&, int64_t first, Floats& w0, Floats& w1) const {
+    uint8_t copy[16];
+    nibbles(whole<16>(row, first / 2, (a.k + 1) / 2, copy), table, w0, w1);
+  }
+};
+
+template <bool is_signed>
+struct Bytes {
+  Floats zero;
+  Bytes(const Linear&, float z) : zero(broadcast(z)) {}
+  void block_at(const Linear& a, const uint8_t* row, const Span&, int64_t first, Floats& w0, Floats& w1) const {
+    uint8_t copy[32];
+    const uint8_t* bytes = whole<32>(row, first, a.k, copy);
+    if constexpr (is_signed) {  // signed formats have no zero point
+      w0 = signed_bytes(bytes);
+      w1 = signed_bytes(bytes + 16);
+    } else {
+      w0 = subtract(unsigned_bytes(bytes), zero);
+      w1 = subtract(unsigned_bytes(bytes + 16), zero);
+    }
+  }
+};
+template <>
+struct Decoder<Codes::signed_bytes> : Bytes<true> {
+  using Bytes::Bytes;
+};
+template <>
+struct Decoder<Codes::unsigned_bytes> : Bytes<false> {
+  using Bytes::Bytes;
+};
+
+template <>
+struct Decoder<Codes::table> {
+  float zero;
+  Decoder(const Linear&, float z) : zero(z) {}
+  void block_at(const Linear& a, const uint8_t* row, const Span& span, int64_t first, Floats& w0, Floats& w1) const {
+    uint8_t packed_codes[block];
+    float numbers[block] = {};
+    const int64_t end = span.first + span.lead + span.count;
+    const int count = static_cast<int>(end - first < block ? end - first : block);
+    unpack_any(a.bits, row, a.k, first, count, packed_codes);
+    for (int i = first == span.first ? static_cast<int>(span.lead) : 0; i < count; i++)
+      numbers[i] = a.values[packed_codes[i]] - zero;
+    w0 = load(numbers);
+    w1 = load(numbers + 16);
+  }
+};
+
+// R rows of the weight times M rows of x.
+template <Codes codes, int M, int R>
+void tile(const Linear& a, int64_t row) {
+  Floats total[R][M];
+  for (auto& r : total)
+    for (Floats& t : r) t = zeros();
+  const float* x = a.arranged;
+  const uint8_t* packed[R];
+  for (int r = 0; r < R; r++) packed[r] = a.packed + (row + r) * a.packed_stride;
+  for (int64_t g = 0; g * a.group < a.k; g++) {
+    const Span span = span_of(a, g);
+    auto sum_group = [&](const auto&... decoder) __attribute__((always_inline)) {
+      const Decoder<codes>* decoders[] = {&decoder...};
+      Floats part[R][M];
+      for (auto& r : part)
+        for (Floats& p : r) p = zeros();
+      for (int64_t b = 0; b < span.blocks; b++, x += block * M) {
+        for (int r = 0; r < R; r++) {
+          Floats w0, w1;
+          decoders[r]->block_at(a, packed[r], span, span.first + b * block, w0, w1);
+          for (int m = 0; m < M; m++) {
+            part[r][m] = fma(w0, load(x + block * m), part[r][m]);
+            part[r][m] = fma(w1, load(x + block * m + 16), part[r][m]);
+          }
+        }
+      }
+      for (int r = 0; r < R; r++) {
+        const Floats scale = broadcast(scale_of(a, row + r, g));
+        for (int m = 0; m < M; m++) total[r][m] = fma(part[r][m], scale, total[r][m]);
+      }
+    };
+    auto decoder = [&](int r) { return Decoder<codes>(a, zero_of(a, row + r, g)); };
+    if constexpr (R == 1) sum_group(decoder(0));
+    if constexpr (R == 2) sum_group(decoder(0), decoder(1));
+    if constexpr (R == 4) sum_group(decoder(0), decoder(1), decoder(2), decoder(3));
+  }
+  for (int r = 0; r < R; r++)
+    for (int m = 0; m < M; m++) a.y[m * a.n + row + r] = sum(total[r][m]);
+}
+
+// Enough independent sums to hide the latency of a multiply-add: rows of the weight where x has few.
+template <Codes codes, int M>
+void rows(const Linear& a, int64_t begin, int64_t end) {
+  constexpr int R = codes == Codes::table ? 1 : M == 1 ? 4 : M == 2 ? 2 : 1;
+  int64_t row = begin;
+  for (; row + R <= end; row += R) tile<codes, M, R>(a, row);
+  for (; row < end; row++) tile<codes, M, 1>(a, row);
+}
+
+template <Codes codes>
+void rows_for_m(const Linear& a, int64_t begin, int64_t end) {
+  switch (a.m) {
+    case 1: return rows<codes, 1>(a, begin, end);
+    case 2: return rows<codes, 2>(a, begin, end);
+    case 3: return rows<codes, 3>(a, begin, end);
+    case 4: return rows<codes, 4>(a, begin, end);
+    case 5: return rows<codes, 5>(a, begin, end);
+    case 6: return rows<codes, 6>(a, begin, end);
+    case 7: return rows<codes, 7>(a, begin, end);
+    default: return rows<codes, 8>(a, begin, end);
+  }
+}
+
+}  // namespace
+
+void arrange(const Linear& a, const Numbers& x, float* arranged) {
+  for (int64_t g = 0; g * a.group < a.k; g++) {
+    const Span span = span_of(a, g);
+    for (int64_t b = 0; b < span.blocks; b++) {
+      for (int64_t m = 0; m < a.m; m++, arranged += block) {
+        for (int i = 0; i < block; i++) {
+          const int64_t at = b * block + i - span.lead;
+          const float value = at >= 0 && at < span.count ? number_at(x, m * x.stride + span.first + b * block + i) : 0.0f;
+          arranged[a.codes == Codes::nibbles ? i / 2 + i % 2 * 16 : i] = value;
+        }
+      }
+    }
+  }
+}
+
+void linear(const Linear& a, int64_t begin, int64_t end) {
+  switch (a.codes) {
+    case Codes::nibbles: return rows_for_m<Codes::nibbles>(a, begin, end);
+    case Codes::signed_bytes: return rows_for_m<Codes::signed_bytes>(a, begin, end);
+    case Codes::unsigned_bytes: return rows_for_m<Codes::unsigned_bytes>(a, begin, end);
+    case Codes::table: return rows_for_m<Codes::table>(a, begin, end);
+  }
+}
+
+}  // namespace lowbit::cpu::LOWBIT_SET

@@ -1,0 +1,72 @@
+// y = x W^T for few rows of x, from packed codes: what the binding hands to the kernels. See linear.cpp.
+#pragma once
+
+#include <cstdint>
+
+namespace lowbit::cpu {
+
+constexpr int block = 32;  // codes taken at a time
+constexpr int most_rows = 8;
+
+// How codes become numbers.
+enum class Codes {
+  nibbles,         // 4 bits, any format without NaN and infinity: a table in a register
+  signed_bytes,    // int8
+  unsigned_bytes,  // uint8
+  table,           // any format of 1 to 8 bits: a table in memory
+};
+
+enum class Stored { float32, bfloat16, float16, bytes };
+
+// A matrix of scales, zero points or x: contiguous along its rows.
+struct Numbers {
+  const void* data = nullptr;
+  int64_t stride = 0;  // elements from row to row
+  Stored stored = Stored::float32;
+  const float* table = nullptr;  // what the bytes stand for; none: the bytes are integers
+};
+
+struct Linear {
+  Codes codes;
+  int bits;
+  const uint8_t* packed;
+  int64_t packed_stride;
+  const float* values;  // [2^bits]
+  Numbers scale;        // [n, groups]
+  Numbers zero_point;   // [n, groups]; data is null where there is none
+  float outer;
+  bool has_outer;
+  int64_t m, n, k, group;
+  const float* arranged;  // x as arrange() leaves it
+  float* y;               // [m, n]
+};
+
+// Codes before the group's first one that share a byte with it, and blocks that the group takes from that byte on.
+struct Span {
+  int64_t first, lead, count, blocks;
+};
+
+static inline Span span_of(const Linear& linear, int64_t g) {
+  const int align = linear.codes == Codes::nibbles ? 2 : linear.codes == Codes::table ? 8 / (linear.bits & -linear.bits) : 1;
+  const int64_t start = g * linear.group;
+  const int64_t count = linear.k - start < linear.group ? linear.k - start : linear.group;
+  const int64_t lead = start % align;
+  return {start - lead, lead, count, (lead + count + block - 1) / block};
+}
+
+// x [m, k] as float [group][block of the group][m][32], zeros where the block holds no code of the group; within a
+// block of nibbles the 16 even positions come before the 16 odd ones, as a byte's halves come apart.
+// Then rows begin .. end - 1 of the weight. One pair for each instruction set, chosen by the processor at run time.
+#define LOWBIT_DECLARE(set)                                         \
+  namespace set {                                                   \
+  void arrange(const Linear&, const Numbers& x, float* arranged);   \
+  void linear(const Linear&, int64_t begin, int64_t end);           \
+  }
+LOWBIT_DECLARE(portable)
+#if defined(__x86_64__)
+LOWBIT_DECLARE(avx2)
+LOWBIT_DECLARE(avx512)
+#endif
+#undef LOWBIT_DECLARE
+
+}  // namespace lowbit::cpu

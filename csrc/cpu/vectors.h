@@ -1,0 +1,143 @@
+// Sixteen floats in the registers of whichever instruction set this file is compiled for, and two ways to fill them:
+// sixteen bytes of nibbles through a table, and sixteen bytes as integers.
+//
+// Everything lies in an unnamed namespace: each instruction set has its own copy, and the linker cannot hand code of a
+// wider set to a narrower processor.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+
+struct Floats {
+  __m512 v;
+};
+inline Floats zeros() { return {_mm512_setzero_ps()}; }
+inline Floats broadcast(float a) { return {_mm512_set1_ps(a)}; }
+inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats subtract(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
+
+using Table = Floats;
+inline Table table16(const float* values) { return load(values); }
+inline Table less(Table table, float zero) { return subtract(table, broadcast(zero)); }
+inline void nibbles(const uint8_t* bytes, const Table& table, Floats& even, Floats& odd) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  even.v = _mm512_permutexvar_ps(wide, table.v);  // looks at the low four bits of each index alone
+  odd.v = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), table.v);
+}
+inline Floats signed_bytes(const uint8_t* bytes) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))))};
+}
+inline Floats unsigned_bytes(const uint8_t* bytes) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))))};
+}
+
+#elif defined(__AVX2__)
+
+struct Floats {
+  __m256 a, b;
+};
+inline Floats zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline Floats broadcast(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
+inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.a, b.a, c.a), _mm256_fmadd_ps(a.b, b.b, c.b)}; }
+inline Floats subtract(Floats a, Floats b) { return {_mm256_sub_ps(a.a, b.a), _mm256_sub_ps(a.b, b.b)}; }
+inline void store(float* p, Floats a) {
+  _mm256_storeu_ps(p, a.a);
+  _mm256_storeu_ps(p + 8, a.b);
+}
+
+using Table = Floats;
+inline Table table16(const float* values) { return load(values); }
+inline Table less(Table table, float zero) { return subtract(table, broadcast(zero)); }
+// The permutation takes three bits of the index; the fourth one, moved to the sign, picks the half of the table.
+inline __m256 look_up(__m256i index, const Table& table) {
+  const __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.a, index), _mm256_permutevar8x32_ps(table.b, index), high);
+}
+inline void nibbles(const uint8_t* bytes, const Table& table, Floats& even, Floats& odd) {
+  const __m256i low = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+  const __m256i high = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes + 8)));
+  even = {look_up(low, table), look_up(high, table)};
+  odd = {look_up(_mm256_srli_epi32(low, 4), table), look_up(_mm256_srli_epi32(high, 4), table)};
+}
+inline Floats signed_bytes(const uint8_t* bytes) {
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(all, 8)))};
+}
+inline Floats unsigned_bytes(const uint8_t* bytes) {
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(all)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8)))};
+}
+
+#else
+
+// Plain loops of sixteen, which a compiler turns into whatever vectors its target has. A product is rounded before it is
+// added where the target has no fused multiply-add.
+struct Floats {
+  float v[16];
+};
+inline Floats broadcast(float a) {
+  Floats r;
+  for (float& e : r.v) e = a;
+  return r;
+}
+inline Floats zeros() { return broadcast(0); }
+inline Floats load(const float* p) {
+  Floats r;
+  memcpy(r.v, p, sizeof r.v);
+  return r;
+}
+inline Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+  Floats r;
+  for (int i = 0; i < 16; i++) r.v[i] = a.v[i] * b.v[i] + c.v[i];
+  return r;
+}
+inline Floats subtract(const Floats& a, const Floats& b) {
+  Floats r;
+  for (int i = 0; i < 16; i++) r.v[i] = a.v[i] - b.v[i];
+  return r;
+}
+inline void store(float* p, const Floats& a) { memcpy(p, a.v, sizeof a.v); }
+
+using Table = Floats;
+inline Table table16(const float* values) { return load(values); }
+inline Table less(const Table& table, float zero) { return subtract(table, broadcast(zero)); }
+inline void nibbles(const uint8_t* bytes, const Table& table, Floats& even, Floats& odd) {
+  for (int i = 0; i < 16; i++) {
+    even.v[i] = table.v[bytes[i] & 15];
+    odd.v[i] = table.v[bytes[i] >> 4];
+  }
+}
+inline Floats signed_bytes(const uint8_t* bytes) {
+  Floats r;
+  for (int i = 0; i < 16; i++) r.v[i] = static_cast<int8_t>(bytes[i]);
+  return r;
+}
+inline Floats unsigned_bytes(const uint8_t* bytes) {
+  Floats r;
+  for (int i = 0; i < 16; i++) r.v[i] = bytes[i];
+  return r;
+}
+
+#endif
+
+// The sum of the lanes, in the same order on every processor.
+inline float sum(const Floats& a) {
+  float v[16];
+  store(v, a);
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) v[i] += v[i + half];
+  return v[0];
+}
+
+}  // namespace

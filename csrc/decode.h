@@ -1,0 +1,106 @@
+// Codes out of the canonical packing, and numbers out of codes, for the CPU and CUDA kernels alike.
+//
+// The canonical packing (lowbit/packing.py): a width that divides 8 fills whole bytes, the first code in the low bits.
+// Any other width is a sum of such widths, and each of them is a plane: the widest first, holding the low bits, every
+// plane of a row padded to whole bytes. The planes of b bits are therefore the powers of two in b.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define LOWBIT_INLINE __host__ __device__ __forceinline__
+#else
+#define LOWBIT_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace lowbit {
+
+// Bytes of a row of n codes.
+LOWBIT_INLINE int64_t packed_size(int bits, int64_t n) {
+  int64_t bytes = 0;
+  for (int width = 8; width; width >>= 1)
+    if (bits & width) bytes += (n * width + 7) / 8;
+  return bytes;
+}
+
+// A multiple of this many codes starts on a byte in every plane.
+template <int bits>
+constexpr int byte_aligned_codes = 8 / (bits & -bits);
+
+// Code i of a row of n codes.
+template <int bits>
+LOWBIT_INLINE uint32_t code_at(const uint8_t* row, int64_t n, int64_t i) {
+  uint32_t code = 0;
+  int shift = 0;
+#pragma GCC unroll 4
+  for (int width = 8; width; width >>= 1) {
+    if (!(bits & width)) continue;
+    const int64_t bit = i * width;
+    code |= ((row[bit / 8] >> (bit % 8)) & ((1u << width) - 1)) << shift;
+    shift += width;
+    row += (n * width + 7) / 8;
+  }
+  return code;
+}
+
+// Codes first .. first + count - 1 of a row of n codes; first is a multiple of byte_aligned_codes<bits>. Static, so that
+// files compiled for different instruction sets do not share one copy.
+template <int bits>
+static inline void unpack(const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
+  memset(codes, 0, count);
+  int shift = 0;
+  for (int width = 8; width; width >>= 1) {
+    if (!(bits & width)) continue;
+    const int per_byte = 8 / width;
+    const uint8_t* plane = row + first * width / 8;
+    int done = 0;
+    for (; done + per_byte <= count; done += per_byte)
+      for (int field = 0; field < per_byte; field++)
+        codes[done + field] |= ((plane[done / per_byte] >> (field * width)) & ((1u << width) - 1)) << shift;
+    for (; done < count; done++)
+      codes[done] |= ((plane[done / per_byte] >> (done % per_byte * width)) & ((1u << width) - 1)) << shift;
+    shift += width;
+    row += (n * width + 7) / 8;
+  }
+}
+
+// The number that a code of Format (a struct of formats.h) stands for. Host only for a format that needs its table.
+template <class Format>
+LOWBIT_INLINE float number(uint32_t code) {
+  if constexpr (Format::is_integer && Format::is_signed) {
+    constexpr uint32_t sign = 1u << (Format::bits - 1);
+    return static_cast<float>(static_cast<int32_t>(code ^ sign) - static_cast<int32_t>(sign));
+  } else if constexpr (Format::is_integer) {
+    return static_cast<float>(code);
+  } else {
+    return Format::values[code];
+  }
+}
+
+// IEEE half to float, exactly (subnormals, infinities and NaN included), without any instruction set.
+LOWBIT_INLINE float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+  uint32_t bits;
+  if (magnitude >= 0x7c00u) {
+    bits = sign | 0x7f800000u | (magnitude & 0x3ffu) << 13;
+  } else if (magnitude >= 0x400u) {
+    bits = sign | ((magnitude << 13) + (112u << 23));
+  } else {  // a subnormal half is this many times 2^-24
+    const float value = static_cast<float>(magnitude) * 5.9604644775390625e-08f;
+    memcpy(&bits, &value, 4);
+    bits |= sign;
+  }
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+LOWBIT_INLINE float bfloat16_to_float(uint16_t bfloat16) {
+  const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+}  // namespace lowbit
