@@ -1,0 +1,69 @@
+"""How far a kernel's result may be from the exact one: derived from its contract, never chosen.
+
+The exact result y = sum_k x_k w_k + b is taken in float64 from the same quantized weights. With S = sum_k |x_k| |w_k|:
+
+**fp32 sums.** A sum of n terms in any order, each operation rounded by a relative d with |d| <= u, is within
+gamma(n) * sum |terms|, gamma(n) = n u / (1 - n u) (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 3.1
+and 4.2). A term x_k (q_k - z) s passes at most: its product, K additions (within its group, of the groups, of split-K
+slices), the products with the scale and the outer scale, and the addition of the bias; where x and w are themselves
+dequantized to fp32, two roundings each: n = K + 8. u is 2**-23, not 2**-24: tensor cores cut off where other units
+round to nearest. What the float64 oracle itself rounds does not count at these sizes.
+
+**The output.** Rounded once: u_out (|y| + the error so far), and in its subnormal range half of its smallest number.
+
+**Underflow.** Each fp32 product or sum below 2**-126 may lose half of 2**-149; there are at most 2 K + 8.
+
+**"weights rounded once"** allows on top of that what the reference does. Each weight is rounded to the dtype of x:
+|d| <= u_x, or in the subnormal range half of its smallest number. PyTorch adds the bias of some shapes after it has
+rounded the product, which rounds |y - b| once more. And its bf16 product on a CPU with AVX512_BF16 takes every subnormal
+x, w, product and sum for zero, so that each of them may lose 2**-126.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["linear_bound", "weight_bound"]
+
+_FP32 = 2.0**-23
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding to nearest."""
+    return torch.finfo(dtype).eps / 2
+
+
+def _least(dtype: torch.dtype) -> float:
+    """The largest absolute error of one rounding to nearest in the subnormal range."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+
+
+def gamma(n: int, unit: float = _FP32) -> float:
+    """Relative error bound of n successive roundings."""
+    return n * unit / (1 - n * unit)
+
+
+def linear_bound(contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest allowed |error| of each element of ``y`` [..., N], the exact result for ``x`` [..., K] and ``w`` [N, K].
+
+    ``x``, ``w``, ``bias`` and ``y`` are float64, ``dtype`` is what the kernel took and gave.
+    """
+    k = x.shape[-1]
+    magnitude = x.abs() @ w.abs().mT
+    shift = torch.zeros_like(y) if bias is None else bias.expand_as(y)
+    error = gamma(k + 8) * (magnitude + shift.abs()) + (2 * k + 8) * 2.0**-150
+    if contract == "weights rounded once":
+        error = error + _unit(dtype) * magnitude + _least(dtype) * x.abs().sum(-1, keepdim=True)
+        if dtype == torch.bfloat16:
+            error = error + 2.0**-126 * (x.abs().sum(-1, keepdim=True) + w.abs().sum(-1)[..., None, :] + 2 * k)
+        if bias is not None:
+            error = error + _unit(dtype) * ((y - shift).abs() + error) + _least(dtype)
+    elif contract != "exact":
+        raise ValueError(f"no bound is known for the contract {contract!r}")
+    return error + _unit(dtype) * (y.abs() + error) + _least(dtype)
+
+
+def weight_bound(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest allowed |error| of each weight that is computed in fp32 (two roundings) and rounded once to ``dtype``."""
+    return (_unit(dtype) + gamma(3)) * w.abs() + _least(dtype)
