@@ -40,6 +40,8 @@ class Format:
             raise ValueError(f"format {self.name!r}: values must hold 2**bits numbers, bits 1..8, got {len(self.values)}")
         if not self._grid:
             raise ValueError(f"format {self.name!r}: no code stands for a finite number")
+        if max(-self.min, self.max) > torch.finfo(torch.float32).max:
+            raise ValueError(f"format {self.name!r}: numbers must fit float32, got {self.min:.3g} to {self.max:.3g}")
 
     # ---- what follows from the table -------------------------------------------------------------------------
 
@@ -96,7 +98,7 @@ class Format:
     def step(self) -> float | None:
         """The distance between neighbours if the format is a plain (two's complement) integer times that distance."""
         numbers = self.numbers
-        if len(numbers) == 1:
+        if len(numbers) == 1 or self.negative_zero is not None:
             return None
         step = numbers[1] - numbers[0]
         if math.frexp(step)[0] != 0.5:  # only a power of two divides without rounding

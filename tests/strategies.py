@@ -61,7 +61,7 @@ def _floats(draw: st.DrawFn) -> Format:
     exponent = draw(st.integers(1, 7))
     mantissa = draw(st.integers(0, 7 - exponent))
     specials = draw(st.sampled_from(("none", "ieee", "fn", "fnuz")))
-    bias = draw(st.none() | st.integers(-8, 20))
+    bias = draw(st.none() | st.integers(max(-8, (1 << exponent) - 128), 20))  # numbers must fit float32
     return Float("made_up", exponent, mantissa, specials, bias)
 
 
