@@ -1,0 +1,192 @@
+"""The registry: order, explanations, strict mode, receipts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit_kernels.ops  # noqa: F401 - defines the operators
+from lowbit.scheme import Scheme
+from lowbit_kernels import registry
+from lowbit_kernels.registry import Call, Kernel, NoKernelError, explain, kernels, register, select, strict, trace
+
+INT4 = Scheme.parse("uint4:g32:zint:bf16")
+
+
+def call(m: int = 1, op: str = "linear", device: str = "cpu", scheme: Scheme = INT4, dtype: torch.dtype = torch.bfloat16) -> Call:
+    return Call(op, device, 90 if device == "cuda" else 0, "canonical", scheme, dtype, m, 64, 64)
+
+
+def linear(m: int) -> Tensor:
+    packed, scale, zero, _ = torch.ops.lowbit.quantize(torch.ones(8, 64), str(INT4), "range")
+    return torch.ops.lowbit.linear(torch.ones(m, 64), packed, scale, zero, None, None, str(INT4), "canonical")
+
+
+def answer(*args: object) -> str:
+    return "ran"
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A registry of four rows in place of the real one."""
+    kernels()
+    monkeypatch.setattr(registry, "_rows", [])
+    small = register(Kernel("small", "linear", answer, "exact", m=(1, 8)))
+    large = register(Kernel("large", "linear", answer, "exact", m=(1, None), formats=frozenset({"uint4"})))
+    asked = register(Kernel("asked", "linear", answer, "exact", on_request=True))
+    last = register(Kernel("reference_linear", "linear", answer, "weights rounded once"))
+    monkeypatch.setattr(registry, "kernels", lambda: (small, asked, large, last))
+    registry._select.cache_clear()
+    yield
+    registry._select.cache_clear()
+
+
+@pytest.mark.usefixtures("rows")
+def test_the_first_row_that_takes_the_call_runs() -> None:
+    assert select(call(1)).name == "small"
+    assert select(call(9)).name == "large"
+    assert select(call(9, scheme=Scheme.parse("int8"))).name == "reference_linear"
+    assert select(call(0)).name == "reference_linear"
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_row_on_request_runs_only_where_it_is_named() -> None:
+    assert dict(explain(call(9)))["asked"] == "only on request: strict('asked')"
+    with strict():
+        assert select(call(9)).name == "large"
+        with pytest.raises(NoKernelError, match="asked: only on request"):
+            select(call(0))
+    with strict("asked"):
+        assert select(call(9)).name == "asked"
+        assert dict(explain(call(9)))["asked"] is None
+    assert select(call(9)).name == "large"
+
+
+@pytest.mark.usefixtures("rows")
+def test_strict_names_each_refusal() -> None:
+    with strict("small", "large"), pytest.raises(NoKernelError) as caught:
+        select(call(9, scheme=Scheme.parse("int8")))
+    text = str(caught.value)
+    assert "strict mode asks for large or small" in text
+    assert "small: M: takes 1..8, got 9" in text
+    assert "large: format: takes uint4, got int8" in text
+    assert "reference_linear: not asked for" in text
+    with strict(), pytest.raises(NoKernelError, match="a kernel other than the reference"):
+        select(call(0))
+
+
+@pytest.mark.usefixtures("rows")
+def test_strict_ends_with_its_block_and_nests() -> None:
+    with strict("large"):
+        with strict("reference_linear"):
+            assert select(call(1)).name == "reference_linear"
+        assert select(call(1)).name == "large"
+    assert select(call(1)).name == "small"
+
+
+def test_strict_knows_only_kernels_that_exist() -> None:
+    with pytest.raises(ValueError, match=r"no kernel named warp_drive; there are .*reference_linear"), strict("warp_drive"):
+        pass
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="'reference_linear' is registered already"):
+        register(next(row for row in kernels() if row.name == "reference_linear"))
+
+
+@pytest.mark.parametrize("op", sorted({row.op for row in kernels()}))
+def test_explain_has_a_line_for_every_row_of_the_operator(op: str) -> None:
+    lines = explain(call(op=op))
+    assert [name for name, _ in lines] == [row.name for row in kernels() if row.op == op]
+    assert lines[-1] == (f"reference_{op}", None)
+
+
+def test_refusals_name_the_field_and_the_value() -> None:
+    row = Kernel(
+        "picky",
+        "linear",
+        answer,
+        "exact",
+        devices=frozenset({"cuda"}),
+        formats=frozenset({"uint4"}),
+        zero_points=frozenset({"int"}),
+        scales=frozenset({"bf16"}),
+        groups=lambda size: None if size % 16 == 0 else "takes multiples of 16",
+        dtypes=frozenset({torch.bfloat16}),
+        m=(1, 8),
+        arch=90,
+        available=lambda: None,
+    )
+    good = call(device="cuda")
+    assert row.refusal(good) is None
+    for change, words in (
+        ({"device": "cpu"}, "device: takes cuda, got cpu"),
+        ({"scheme": INT4.replace(format="uint3")}, "format: takes uint4, got uint3"),
+        ({"scheme": INT4.replace(zero_point="float")}, "zero_point: takes int, got float"),
+        ({"scheme": INT4.replace(scale="fp32")}, "scale: takes bf16, got fp32"),
+        ({"scheme": INT4.replace(scale="fp8_e4m3fn", outer=True)}, "scale: takes bf16, got fp8_e4m3fn+outer"),
+        ({"scheme": INT4.replace(group_size=24)}, "group_size: takes multiples of 16, got 24"),
+        ({"dtype": torch.float32}, "dtype: takes torch.bfloat16, got torch.float32"),
+        ({"layout": "tiles"}, "layout: takes canonical, got tiles"),
+        ({"m": 0}, "M: takes 1..8, got 0"),
+        ({"m": 9}, "M: takes 1..8, got 9"),
+        ({"arch": 80}, "arch: needs at least 90, got 80"),
+    ):
+        values = {name: getattr(good, name) for name in Call.__dataclass_fields__}
+        assert row.refusal(Call(**{**values, **change})) == words
+
+
+def test_a_row_that_is_unavailable_says_why() -> None:
+    row = Kernel("absent", "linear", answer, "exact", available=lambda: "not built: pip install lowbit")
+    assert row.refusal(call()) == "unavailable: not built: pip install lowbit"
+
+
+def test_the_reference_takes_no_rows() -> None:
+    assert select(call(0)).name == "reference_linear"
+    assert linear(0).shape == (0, 8)
+
+
+def test_no_selection_without_a_name_takes_a_row_on_request() -> None:
+    for m in (1, 8, 9, 300):
+        assert not select(call(m)).on_request
+
+
+def test_trace_counts_what_ran() -> None:
+    with trace() as outer:
+        linear(3)
+        with trace() as inner:
+            linear(3)
+            linear(0)
+    linear(3)
+    counts = {(receipt.op, receipt.m): count for receipt, count in outer.counts.items()}
+    assert counts == {("quantize", 0): 3, ("linear", 3): 2, ("linear", 0): 1}
+    assert sum(inner.counts.values()) == 4
+    assert outer.kernels()["reference_quantize"] == 3
+    receipt = next(r for r in outer.counts if r.op == "linear" and r.m == 0)
+    assert receipt[1:] == ("reference_linear", "weights rounded once", str(INT4), "float32", "cpu", 0, 8, 64)
+    assert "1 x linear by reference_linear (weights rounded once), uint4:g32:zint:bf16, float32 on cpu, M=0 N=8 K=64" in str(
+        outer
+    )
+
+
+def test_an_empty_trace_says_so() -> None:
+    with trace() as record:
+        pass
+    assert str(record) == "no quantized operator ran"
+
+
+def test_registering_every_row_leaves_triton_and_cuda_alone() -> None:
+    code = (
+        "import sys, torch, lowbit_kernels.ops\n"
+        "from lowbit_kernels.registry import kernels\n"
+        "before = 'triton' in sys.modules\n"
+        "assert any(row.name == 'triton_linear' for row in kernels())\n"
+        "assert before or 'triton' not in sys.modules, 'triton was imported'\n"
+        "assert not torch.cuda.is_initialized(), 'CUDA was initialised'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
