@@ -35,6 +35,8 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., in_features] to [..., out_features], in the dtype of ``x``."""
+        if x.dim() == 0 or x.shape[-1] != self._k:  # the operator knows K from x alone
+            raise ValueError(f"x must end in {self._k} features, got shape {tuple(x.shape)}")
         weight = (self.packed, self.scale, self.zero_point, self.outer)
         if self.activation is None:
             return torch.ops.lowbit.linear(x, *weight, self.bias, self.spelling, self.byte_layout)

@@ -46,11 +46,11 @@ class QTensor(torch.Tensor):
     packed: Tensor
     scale: Tensor
     zero_point: Tensor | None
-    outer: Tensor | None  # type: ignore[assignment]
     scheme: Scheme
     byte_layout: str
     transposed: bool
     _stored_shape: tuple[int, ...]
+    _outer: Tensor | None
 
     @staticmethod
     def __new__(
@@ -70,12 +70,17 @@ class QTensor(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, outward, strides=strides, dtype=dtype, device=packed.device, requires_grad=False
         )
-        self.packed, self.scale, self.zero_point, self.outer = packed, scale, zero_point, outer
+        self.packed, self.scale, self.zero_point, self._outer = packed, scale, zero_point, outer
         self.scheme, self.byte_layout, self.transposed, self._stored_shape = scheme, layout, transposed, tuple(shape)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    @property
+    def outer(self) -> Tensor | None:  # type: ignore[override]
+        # Kept as _outer: torch.export follows only those attributes of a subclass whose names no tensor has.
+        return self._outer
 
     # ---- making and reading ----------------------------------------------------------------------------------
 
@@ -101,13 +106,10 @@ class QTensor(torch.Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The float weight that this stands for, [..., N, K] in ``dtype`` (its own by default)."""
-        plain = self.canonical()
-        lead = plain.packed.shape[:-2]
-        parts = _with_rows(plain)
-        packed = parts.packed.reshape(-1, *parts.packed.shape[-2:]) if len(lead) > 1 else parts.packed
-        scale = parts.scale.reshape(-1, *parts.scale.shape[-2:]) if len(lead) > 1 else parts.scale
-        zero = None if parts.zero_point is None else parts.zero_point.reshape(scale.shape)
-        outer = None if plain.outer is None else plain.outer.reshape(packed.shape[:-2])
+        parts = _with_rows(self.canonical())
+        packed, scale = _one_lead(parts.packed, 2), _one_lead(parts.scale, 2)
+        zero = None if parts.zero_point is None else _one_lead(parts.zero_point, 2)
+        outer = None if self.outer is None else _one_lead(self.outer, 0)
         k = self._stored_shape[-1]
         dense = torch.ops.lowbit.dequantize(packed, scale, zero, outer, str(self.scheme), "canonical", k, dtype or self.dtype)
         dense = dense.reshape(self._stored_shape)
@@ -120,10 +122,10 @@ class QTensor(torch.Tensor):
 
     def requantize(self, scheme: Scheme | str, *, method: str = "range") -> QTensor:
         """This weight rounded again, under another scheme."""
-        dense = self.dequantize(torch.float32)
-        if not self.transposed:
-            return cast(QTensor, QTensor.quantize(dense, scheme, method=method).to(self.dtype))
-        return cast(QTensor, QTensor.quantize(dense.transpose(-1, -2), scheme, method=method).to(self.dtype).transpose(-1, -2))
+        dense = self.dequantize(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        stored = dense.transpose(-1, -2) if self.transposed else dense
+        again = cast(QTensor, QTensor.quantize(stored, scheme, method=method).to(self.dtype))
+        return cast(QTensor, again.transpose(-1, -2)) if self.transposed else again
 
     def error(self, w: Tensor) -> RoundingError:
         """Distance from the float weight ``w`` of the same shape, in float64."""
@@ -200,9 +202,18 @@ class QTensor(torch.Tensor):
     def is_pinned(self, device: Any = None) -> bool:
         return all(part.is_pinned() for part in self._parts().values())
 
+    def share_memory_(self) -> QTensor:
+        """Move the parts to shared memory; the wrapper itself has no storage that torch could move."""
+        for part in self._parts().values():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(part.is_shared() for part in self._parts().values())
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from .tensor_ops import FUNCTIONS
+        from .tensor_products import FUNCTIONS
 
         kwargs = kwargs or {}
         if func in FUNCTIONS:
@@ -214,7 +225,7 @@ class QTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from .tensor_ops import ATEN
+        from .tensor_products import ATEN
 
         if func not in ATEN:
             raise NotImplementedError(f"{func} is not defined for a QTensor: call .dequantize() first")
@@ -253,6 +264,11 @@ def _with_rows(q: QTensor) -> Parts:
     if len(q._stored_shape) > 1:
         return Parts(q.packed, q.scale, q.zero_point)
     return Parts(q.packed[None], q.scale[None], None if q.zero_point is None else q.zero_point[None])
+
+
+def _one_lead(part: Tensor, keep: int) -> Tensor:
+    """``part`` with all dimensions before its last ``keep`` made one, as the operators take them."""
+    return part.flatten(0, -keep - 1) if part.dim() > keep + 1 else part
 
 
 def _assemble(

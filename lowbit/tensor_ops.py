@@ -1,4 +1,4 @@
-"""What torch's operators mean on a QTensor: shapes from bits and group alone, products through the lowbit operators."""
+"""What torch's copies, moves and shape operators mean on a QTensor: they follow from bits and group alone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from .packing import plane_widths, planes
-from .tensor import QTensor, _with_rows
+from .tensor import QTensor, _assemble
 
-__all__ = ["ATEN", "FUNCTIONS"]
+__all__ = ["ATEN"]
 
 aten = torch.ops.aten
 ATEN: dict[Any, Callable[..., Any]] = {}
-FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def _on(table: dict[Any, Callable[..., Any]], *functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -57,6 +56,11 @@ def _to_copy(
     return q._apply_to_parts(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype)
 
 
+@_on(ATEN, aten.empty_like.default)
+def _empty_like(q: QTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> QTensor:
+    return q._apply_to_parts(lambda part: torch.empty_like(part, device=device), dtype)
+
+
 @_on(ATEN, aten.copy_.default)
 def _copy_into(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
     if not isinstance(q, QTensor) or not isinstance(source, QTensor):
@@ -80,24 +84,36 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 # ---- shapes ----------------------------------------------------------------------------------------------------
 
 
-@_on(ATEN, aten.t.default)
-def _t(q: QTensor) -> QTensor:
-    return _transpose(q, 0, 1)
+@_on(ATEN, aten.permute.default)
+def _permute(q: QTensor, dims: Sequence[int]) -> QTensor:
+    n = q.dim()
+    order, same = [_wrap(dim, n) for dim in dims], list(range(n))
+    if order == same:
+        return _alias(q)
+    if order != [*same[:-2], n - 1, n - 2]:
+        raise ValueError(f"only the last two dimensions of a QTensor can be swapped, got the order {order}: dequantize first")
+    return _rebuilt(q, q._parts(), q._stored_shape, not q.transposed, q.byte_layout)
 
 
 @_on(ATEN, aten.transpose.int)
 def _transpose(q: QTensor, dim0: int, dim1: int) -> QTensor:
-    n = q.dim()
-    dims = {_wrap(dim0, n), _wrap(dim1, n)}
-    if len(dims) == 1:
-        return _alias(q)
-    if dims != {n - 2, n - 1}:
-        raise ValueError(f"only the last two dimensions of a QTensor can be transposed, got {dim0} and {dim1}")
-    parts = q._parts()
-    return QTensor(
-        parts["packed"], parts["scale"], parts.get("zero_point"), parts.get("outer"),
-        q.scheme, q._stored_shape, q.dtype, q.byte_layout, not q.transposed,
-    )  # fmt: skip
+    order = list(range(q.dim()))
+    a, b = _wrap(dim0, q.dim()), _wrap(dim1, q.dim())
+    order[a], order[b] = b, a
+    return _permute(q, order)
+
+
+@_on(ATEN, aten.t.default)
+def _t(q: QTensor) -> QTensor:
+    return _transpose(q, 0, -1)
+
+
+@_on(ATEN, aten.view.default, aten._unsafe_view.default, aten.expand.default)
+def _same_shape(q: QTensor, size: Sequence[int], *, implicit: bool = False) -> QTensor:
+    # A product of batches asks for these even where nothing changes.
+    if len(size) != q.dim() or any(want not in (-1, got) for want, got in zip(size, q.shape, strict=True)):
+        raise ValueError(f"a QTensor keeps its shape {tuple(q.shape)}, got {tuple(size)}: dequantize first")
+    return _alias(q)
 
 
 def _wrap(dim: int, n: int) -> int:
@@ -113,17 +129,23 @@ def _stored_dim(q: QTensor, dim: int) -> int:
     return (2 * n - 3) - dim if q.transposed and dim >= n - 2 else dim
 
 
-def _index_rows(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor]) -> QTensor:
+def _index_rows(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor], transposed: bool | None = None) -> QTensor:
     """Apply ``index(part, dim)`` along a stored dimension other than K; it may drop the dimension."""
     q = q.canonical()
     lead = len(q._stored_shape) - 2
     parts = {name: part if name == "outer" and dim >= lead else index(part, dim) for name, part in q._parts().items()}
-    shape = (*parts["packed"].shape[:-1], q._stored_shape[-1])
-    transposed = q.transposed and len(shape) > 1
-    return QTensor(
-        parts["packed"], parts["scale"], parts.get("zero_point"), parts.get("outer"),
-        q.scheme, shape, q.dtype, "canonical", transposed,
-    )  # fmt: skip
+    return _rebuilt(q, parts, (*parts["packed"].shape[:-1], q._stored_shape[-1]), transposed)
+
+
+def _rebuilt(
+    like: QTensor,
+    parts: dict[str, Tensor],
+    shape: tuple[int, ...],
+    transposed: bool | None = None,
+    layout: str = "canonical",
+) -> QTensor:
+    turned = like.transposed if transposed is None else transposed
+    return _assemble(parts, like.scheme, shape, like.dtype, layout, turned)
 
 
 @_on(ATEN, aten.slice.Tensor)
@@ -140,9 +162,11 @@ def _slice(q: QTensor, dim: int = 0, start: int | None = None, end: int | None =
 
 
 def _slice_k(q: QTensor, start: int, stop: int, step: int) -> QTensor:
-    k, scheme = q._stored_shape[-1], q.scheme
+    k, scheme, group = q._stored_shape[-1], q.scheme, q.scheme.group_size
     align = 8 // min(plane_widths(scheme.bits))
-    if step != 1:
+    if start == stop:  # nothing lies on the bounds of every byte
+        start = stop = 0
+    elif step != 1:
         raise ValueError(f"a slice along K must have step 1, got {step}: dequantize first")
     if start % align or (stop % align and stop != k):
         near = f"{start // align * align}:{min(-(-stop // align) * align, k)}"
@@ -155,23 +179,21 @@ def _slice_k(q: QTensor, start: int, stop: int, step: int) -> QTensor:
         for plane, width in zip(planes(q.packed, scheme.bits, k), plane_widths(scheme.bits), strict=True)
     ]
     packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
-    scale, zero_point = q.scale, q.zero_point
-    group = scheme.group_size
-    if group != -1 and start < stop:
-        # A slice that starts inside a group keeps its scales by repeating them for a group size that divides both.
-        finer = math.gcd(group, start)
-        first = torch.arange(start, stop, finer, device=packed.device) // group
-        scale = scale.index_select(-1, first) if finer != group else scale[..., start // group : -(-stop // group)]
-        if zero_point is not None:
-            zero_point = (
-                zero_point.index_select(-1, first) if finer != group else zero_point[..., start // group : -(-stop // group)]
-            )
-        scheme = scheme.replace(group_size=finer)
-    elif start == stop:
-        scale = scale[..., :0]
-        zero_point = None if zero_point is None else zero_point[..., :0]
-    shape = (*q._stored_shape[:-1], stop - start)
-    return QTensor(packed, scale, zero_point, q.outer, scheme, shape, q.dtype, "canonical", q.transposed)
+    # A slice that starts inside a group keeps its scales by repeating them for a group size that divides both.
+    finer = group if group == -1 else math.gcd(group, start)
+
+    def along(scales: Tensor) -> Tensor:
+        if start == stop:
+            return scales[..., :0]
+        if group == -1:
+            return scales
+        if finer == group:
+            return scales[..., start // group : -(-stop // group)]
+        return scales.index_select(-1, torch.arange(start, stop, finer, device=scales.device) // group)
+
+    zero_point = None if q.zero_point is None else along(q.zero_point)
+    scheme, shape = scheme.replace(group_size=finer), (*q._stored_shape[:-1], stop - start)
+    return QTensor(packed, along(q.scale), zero_point, q.outer, scheme, shape, q.dtype, "canonical", q.transposed)
 
 
 @_on(ATEN, aten.select.int)
@@ -182,7 +204,10 @@ def _select(q: QTensor, dim: int, index: int) -> QTensor:
     size = q._stored_shape[stored]
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of range for dimension {dim} of size {size}")
-    return _index_rows(q, stored, lambda part, d: part.select(d, index))
+    row = stored == len(q._stored_shape) - 2
+    if row and q.outer is not None and q.outer.dim():
+        raise ValueError("a row of every matrix would leave each row its own outer scale: dequantize first")
+    return _index_rows(q, stored, lambda part, d: part.select(d, index), transposed=q.transposed and not row)
 
 
 @_on(ATEN, aten.unbind.int)
@@ -192,10 +217,7 @@ def _unbind(q: QTensor, dim: int = 0) -> tuple[QTensor, ...]:
 
 @_on(ATEN, aten.index_select.default)
 def _index_select(q: QTensor, dim: int, index: Tensor) -> QTensor:
-    stored = _stored_dim(q, dim)
-    if stored == len(q._stored_shape) - 1:
-        raise ValueError("columns of a QTensor cannot be gathered: dequantize first")
-    return _index_rows(q, stored, lambda part, d: part.index_select(d, index))
+    return _gather(q, dim, lambda part, d: part.index_select(d, index))
 
 
 @_on(ATEN, aten.index.Tensor)
@@ -204,19 +226,28 @@ def _index(q: QTensor, indices: Sequence[Tensor | None]) -> QTensor:
     index = indices[given[0]]
     if len(given) != 1 or index is None or index.dim() != 1:
         raise ValueError("a QTensor takes one index tensor of one dimension: dequantize first for more")
-    if index.dtype == torch.bool:
-        index = index.nonzero()[:, 0]
-    return _index_select(q, given[0], index)
+    return _gather(q, given[0], lambda part, d: part[(slice(None),) * d + (index,)])
+
+
+def _gather(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor]) -> QTensor:
+    stored = _stored_dim(q, dim)
+    if stored == len(q._stored_shape) - 1:
+        raise ValueError("columns of a QTensor cannot be gathered: dequantize first")
+    return _index_rows(q, stored, index)
 
 
 @_on(ATEN, aten.split.Tensor)
 def _split(q: QTensor, size: int, dim: int = 0) -> tuple[QTensor, ...]:
     length = q.shape[dim]
+    if size < 0 or (size == 0 and length):
+        raise ValueError(f"split needs pieces of at least 1, got {size}")
     return tuple(_slice(q, dim, start, start + size) for start in range(0, max(length, 1), max(size, 1)))
 
 
 @_on(ATEN, aten.split_with_sizes.default)
 def _split_with_sizes(q: QTensor, sizes: Sequence[int], dim: int = 0) -> tuple[QTensor, ...]:
+    if min(sizes, default=0) < 0 or sum(sizes) != q.shape[dim]:
+        raise ValueError(f"split sizes must add up to {q.shape[dim]}, got {list(sizes)}")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(_slice(q, dim, start, start + size) for start, size in zip(starts, sizes, strict=True))
 
@@ -283,81 +314,9 @@ def _cat_k(qs: list[QTensor]) -> QTensor:
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
     qs = _same_kind(tensors, "stack")
     first = qs[0]
-    if _wrap(dim, first.dim() + 1) > first.dim() - 2 or any(q.shape != first.shape for q in qs):
+    dim = _wrap(dim, first.dim() + 1)
+    if dim > first.dim() - 2 or any(q.shape != first.shape for q in qs):
         raise ValueError("stack makes a dimension before the matrices, of tensors of one shape")
     parts = _cat_parts(qs, lambda p: torch.stack(p, dim=dim))
     shape = (*parts["packed"].shape[:-1], first._stored_shape[-1])
     return _rebuilt(first, parts, shape)
-
-
-def _rebuilt(like: QTensor, parts: dict[str, Tensor], shape: tuple[int, ...]) -> QTensor:
-    return QTensor(
-        parts["packed"], parts["scale"], parts.get("zero_point"), parts.get("outer"),
-        like.scheme, shape, like.dtype, "canonical", like.transposed,
-    )  # fmt: skip
-
-
-# ---- products --------------------------------------------------------------------------------------------------
-
-
-def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ W.T + bias`` for a stored weight [N, K]."""
-    return torch.ops.lowbit.linear(
-        x, weight.packed, weight.scale, weight.zero_point, weight.outer, bias, str(weight.scheme), weight.byte_layout
-    )
-
-
-@_on(FUNCTIONS, torch.nn.functional.linear)
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not isinstance(weight, QTensor) or isinstance(input, QTensor):
-        return NotImplemented
-    if weight.transposed:
-        return torch.nn.functional.linear(input, weight.dequantize(input.dtype), bias)
-    rows = _with_rows(weight)
-    y = torch.ops.lowbit.linear(input, *rows, weight.outer, bias, str(weight.scheme), weight.byte_layout)
-    return y if weight.dim() > 1 else y[..., 0]
-
-
-@_on(FUNCTIONS, torch.nn.functional.embedding)
-def _embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm: Any = None, *rest: Any, **options: Any) -> Any:
-    if not isinstance(weight, QTensor):
-        return NotImplemented
-    if max_norm is not None or weight.transposed:
-        raise ValueError("an embedding of a QTensor takes neither max_norm nor a transposed weight: dequantize first")
-    parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
-    return torch.ops.lowbit.embedding(input, *parts, str(weight.scheme), weight.byte_layout, weight.shape[-1], weight.dtype)
-
-
-@_on(ATEN, aten.mm.default)
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    if isinstance(b, QTensor) and not isinstance(a, QTensor):
-        return linear(a, _t(b)) if b.transposed else a @ b.dequantize(a.dtype)
-    if isinstance(a, QTensor) and not isinstance(b, QTensor):
-        return a.dequantize(b.dtype) @ b if a.transposed else linear(b.t(), a).t()
-    raise TypeError("a product of two QTensors: dequantize one of them")
-
-
-@_on(ATEN, aten.addmm.default)
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if isinstance(b, QTensor) and b.transposed and beta == alpha == 1 and bias.dim() == 1 and not isinstance(a, QTensor):
-        return linear(a, _t(b), bias)
-    return beta * bias + alpha * _mm(a, b)
-
-
-@_on(ATEN, aten.mv.default)
-def _mv(a: Tensor, b: Tensor) -> Tensor:
-    return _mm(a, b[:, None])[:, 0]
-
-
-@_on(ATEN, aten.bmm.default)
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    if isinstance(b, QTensor) and not isinstance(a, QTensor):
-        return _grouped(a, _transpose(b, -1, -2)) if b.transposed else a @ b.dequantize(a.dtype)
-    if isinstance(a, QTensor) and not isinstance(b, QTensor):
-        return a.dequantize(b.dtype) @ b if a.transposed else _grouped(b.transpose(-1, -2), a).transpose(-1, -2)
-    raise TypeError("a product of two QTensors: dequantize one of them")
-
-
-def _grouped(x: Tensor, weight: QTensor) -> Tensor:
-    parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
-    return torch.ops.lowbit.grouped_linear(x, *parts, None, str(weight.scheme), weight.byte_layout)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .scheme import Scheme
-from .tensor import QTensor
+from .tensor import QTensor, _assemble
 
 __all__ = ["QuantizedModule"]
 
@@ -55,24 +55,46 @@ class QuantizedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves with the model; a change of dtype reaches the weight's dtype, never the stored scales."""
-        dtypes = {name: part.dtype for name in _PARTS if (part := self._parameters.get(name)) is not None}
         self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype, device=self.packed.device)).dtype
-        kept = {name: self._parameters[name] for name in dtypes}
+        stored = [getattr(self, name, None) for name in (*_PARTS, "input_scale")]
 
         def apply(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            stored = any(tensor is part for part in kept.values()) and moved.dtype != tensor.dtype
-            return tensor.to(moved.device) if stored else moved
+            keep = moved.dtype != tensor.dtype and any(tensor is part for part in stored)
+            return tensor.to(moved.device) if keep else moved
 
         return super()._apply(apply, recurse)
 
+    # ---- saving: always the canonical bytes, and never another scheme's ----------------------------------------
+
+    def _identity(self) -> str:
+        return f"{self.spelling} K={self._k}"  # rows of another K may take as many bytes
+
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(list(self.spelling.encode()), dtype=torch.uint8)
+        return torch.tensor(list(self._identity().encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         found = bytes(state.tolist()).decode(errors="replace")
-        if found != self.spelling:
-            raise ValueError(f"the state holds a weight quantized as {found}, and this module is {self.spelling}")
+        if found != self._identity():
+            raise ValueError(f"the state holds a weight quantized as {found}, and this module is {self._identity()}")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.byte_layout != "canonical":
+            parts = self.weight.canonical()._parts()
+            destination.update({prefix + name: part if keep_vars else part.detach() for name, part in parts.items()})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        extra = state_dict.get(prefix + "_extra_state")
+        if extra is not None:
+            self.set_extra_state(extra)  # before anything is copied: a refused state leaves the module as it was
+        names = [name for name in _PARTS if prefix + name in state_dict]
+        if self.byte_layout != "canonical" and "packed" in names:
+            parts = {name: state_dict[prefix + name] for name in names}
+            shape = (parts["packed"].shape[0], self._k)
+            arranged = _assemble(parts, self.scheme, shape, self.weight_dtype, "canonical", False).to_layout(self.byte_layout)
+            state_dict = {**state_dict, **{prefix + name: part for name, part in arranged._parts().items()}}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _quantization_repr(self) -> str:
         return f"{self.spelling}, bits_per_weight={self.weight.bits_per_weight:.3f}"
