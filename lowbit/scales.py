@@ -97,7 +97,7 @@ def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, shrink: float) 
     low, high = torch.aminmax(x, dim=-1)
     low, high = low.clamp(max=0) * shrink, high.clamp(min=0) * shrink
     if scheme.zero_point == "none":
-        absmax = torch.maximum(-low, high)
+        absmax = torch.maximum(low.abs(), high.abs())  # abs: the scale of a group of zeros is 0 and not -0
         if scheme.scale == "e8m0":
             return Scales(_power_of_two(absmax, fmt.symmetric_max), None, outer)
         value = absmax / fmt.symmetric_max
@@ -116,7 +116,7 @@ def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, shrink: float) 
 
 def _with_zero_point(stored: Tensor, low: Tensor, scheme: Scheme, outer: Tensor | None) -> Scales:
     scale = scale_values(scheme, Scales(stored, None, outer), low.dtype)
-    zero = -low / torch.where(scale == 0, torch.inf, scale)  # a group that underflowed is a group of zeros
+    zero = low.abs() / torch.where(scale == 0, torch.inf, scale)  # a group that underflowed is a group of zeros
     if scheme.zero_point == "int":
         zero = zero.round().clamp(0, scheme.fmt.max)
     assert scheme.zero_point_dtype is not None

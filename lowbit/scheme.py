@@ -133,7 +133,11 @@ class Scheme:
         Takes a canonical spelling (``uint4:g128:zint:bf16``), a name in ``SCHEMES``, and a name with a group size
         (``int4_g48``), ``_row`` or ``_sym`` behind it. Raises ``ValueError`` with the nearest names.
         """
-        return _parse_canonical(text) if ":" in text else _parse_name(text)
+        if ":" not in text:
+            return _parse_name(text)
+        scheme = _parse_canonical(text)
+        format_named(scheme.format)  # what is kept must not outlive a format that was taken out of FORMATS
+        return scheme
 
 
 @lru_cache(maxsize=1024)
