@@ -55,8 +55,12 @@ def packages() -> list[str]:
 
 def package_dirs() -> dict[str, str]:
     """Where the packages lie that do not lie where their name says."""
-    return {name: name.replace(prefix, folder).replace(".", "/")
-            for prefix, folder in FOLDERS.items() for name in packages() if name == prefix or name.startswith(prefix + ".")}  # fmt: skip
+    return {
+        name: name.replace(prefix, folder).replace(".", "/")
+        for prefix, folder in FOLDERS.items()
+        for name in packages()
+        if name == prefix or name.startswith(prefix + ".")
+    }
 
 
 def package_data() -> dict[str, list[str]]:

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define LOWBIT_INLINE __host__ __device__ __forceinline__
@@ -44,25 +45,35 @@ LOWBIT_INLINE uint32_t code_at(const uint8_t* row, int64_t n, int64_t i) {
   return code;
 }
 
-// Codes first .. first + count - 1 of a row of n codes; first is a multiple of byte_aligned_codes<bits>. Static, so that
-// files compiled for different instruction sets do not share one copy.
+// Adds the plane of `width` bits to `count` codes, from the plane's first byte on.
+template <int width>
+LOWBIT_INLINE void unpack_plane(const uint8_t* __restrict plane, int shift, int count, uint8_t* __restrict codes) {
+  constexpr int per_byte = 8 / width, mask = (1 << width) - 1;
+  const int whole = count / per_byte;
+  for (int byte = 0; byte < whole; byte++)
+    for (int field = 0; field < per_byte; field++)
+      codes[byte * per_byte + field] |= ((plane[byte] >> (field * width)) & mask) << shift;
+  for (int i = whole * per_byte; i < count; i++)
+    codes[i] |= ((plane[i / per_byte] >> (i % per_byte * width)) & mask) << shift;
+}
+
+// Codes first .. first + count - 1 of a row of n codes; first is a multiple of byte_aligned_codes<bits>.
 template <int bits>
-static inline void unpack(const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
+LOWBIT_INLINE void unpack(const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
   memset(codes, 0, count);
   int shift = 0;
-  for (int width = 8; width; width >>= 1) {
-    if (!(bits & width)) continue;
-    const int per_byte = 8 / width;
-    const uint8_t* plane = row + first * width / 8;
-    int done = 0;
-    for (; done + per_byte <= count; done += per_byte)
-      for (int field = 0; field < per_byte; field++)
-        codes[done + field] |= ((plane[done / per_byte] >> (field * width)) & ((1u << width) - 1)) << shift;
-    for (; done < count; done++)
-      codes[done] |= ((plane[done / per_byte] >> (done % per_byte * width)) & ((1u << width) - 1)) << shift;
-    shift += width;
-    row += (n * width + 7) / 8;
-  }
+  const auto plane = [&](auto width_constant) {
+    constexpr int width = decltype(width_constant)::value;
+    if constexpr (bits & width) {
+      unpack_plane<width>(row + first * width / 8, shift, count, codes);
+      shift += width;
+      row += (n * width + 7) / 8;
+    }
+  };
+  plane(std::integral_constant<int, 8>());
+  plane(std::integral_constant<int, 4>());
+  plane(std::integral_constant<int, 2>());
+  plane(std::integral_constant<int, 1>());
 }
 
 // The number that a code of Format (a struct of formats.h) stands for. Host only for a format that needs its table.

@@ -39,7 +39,7 @@ inline float zero_of(const Linear& a, int64_t row, int64_t g) {
   return a.zero_point.data ? number_at(a.zero_point, row * a.zero_point.stride + g) : 0.0f;
 }
 
-void unpack_any(int bits, const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
+inline void unpack_any(int bits, const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
   switch (bits) {
     case 1: return unpack<1>(row, n, first, count, codes);
     case 2: return unpack<2>(row, n, first, count, codes);
@@ -109,6 +109,12 @@ struct Decoder<Codes::table> {
     uint8_t packed_codes[block];
     float numbers[block] = {};
     const int64_t end = span.first + span.lead + span.count;
+    if (end - first >= block && (first > span.first || span.lead == 0)) {
+      unpack_any(a.bits, row, a.k, first, block, packed_codes);
+      w0 = subtract(look_up(packed_codes, a.values), broadcast(zero));
+      w1 = subtract(look_up(packed_codes + 16, a.values), broadcast(zero));
+      return;
+    }
     const int count = static_cast<int>(end - first < block ? end - first : block);
     unpack_any(a.bits, row, a.k, first, count, packed_codes);
     for (int i = first == span.first ? static_cast<int>(span.lead) : 0; i < count; i++)
@@ -158,10 +164,15 @@ void tile(const Linear& a, int64_t row) {
     for (int m = 0; m < M; m++) a.y[m * a.n + row + r] = sum(total[r][m]);
 }
 
-// Enough independent sums to hide the latency of a multiply-add: rows of the weight where x has few.
+// As many rows of the weight as leave the sums in registers: they hide the latency of a multiply-add, and each element
+// of x that is read serves them all.
 template <Codes codes, int M>
 void rows(const Linear& a, int64_t begin, int64_t end) {
-  constexpr int R = codes == Codes::table ? 1 : M == 1 ? 4 : M == 2 ? 2 : 1;
+#if defined(__AVX512F__)
+  constexpr int R = M <= 4 ? 4 : 2;
+#else
+  constexpr int R = M == 1 ? 4 : M == 2 ? 2 : 1;
+#endif
   int64_t row = begin;
   for (; row + R <= end; row += R) tile<codes, M, R>(a, row);
   for (; row < end; row++) tile<codes, M, 1>(a, row);

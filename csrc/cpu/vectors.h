@@ -1,5 +1,5 @@
-// Sixteen floats in the registers of whichever instruction set this file is compiled for, and two ways to fill them:
-// sixteen bytes of nibbles through a table, and sixteen bytes as integers.
+// Sixteen floats in the registers of whichever instruction set this file is compiled for, and three ways to fill them:
+// nibbles through a table in a register, bytes as integers, and bytes through a table in memory.
 //
 // Everything lies in an unnamed namespace: each instruction set has its own copy, and the linker cannot hand code of a
 // wider set to a narrower processor.
@@ -40,6 +40,10 @@ inline Floats signed_bytes(const uint8_t* bytes) {
 inline Floats unsigned_bytes(const uint8_t* bytes) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))))};
 }
+inline Floats look_up(const uint8_t* codes, const float* table) {
+  const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  return {_mm512_i32gather_ps(index, table, 4)};
+}
 
 #elif defined(__AVX2__)
 
@@ -60,15 +64,15 @@ using Table = Floats;
 inline Table table16(const float* values) { return load(values); }
 inline Table less(Table table, float zero) { return subtract(table, broadcast(zero)); }
 // The permutation takes three bits of the index; the fourth one, moved to the sign, picks the half of the table.
-inline __m256 look_up(__m256i index, const Table& table) {
+inline __m256 nibble(__m256i index, const Table& table) {
   const __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
   return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.a, index), _mm256_permutevar8x32_ps(table.b, index), high);
 }
 inline void nibbles(const uint8_t* bytes, const Table& table, Floats& even, Floats& odd) {
   const __m256i low = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
   const __m256i high = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes + 8)));
-  even = {look_up(low, table), look_up(high, table)};
-  odd = {look_up(_mm256_srli_epi32(low, 4), table), look_up(_mm256_srli_epi32(high, 4), table)};
+  even = {nibble(low, table), nibble(high, table)};
+  odd = {nibble(_mm256_srli_epi32(low, 4), table), nibble(_mm256_srli_epi32(high, 4), table)};
 }
 inline Floats signed_bytes(const uint8_t* bytes) {
   const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
@@ -77,6 +81,11 @@ inline Floats signed_bytes(const uint8_t* bytes) {
 inline Floats unsigned_bytes(const uint8_t* bytes) {
   const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(all)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8)))};
+}
+inline Floats look_up(const uint8_t* codes, const float* table) {
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  return {_mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(all), 4),
+          _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(_mm_srli_si128(all, 8)), 4)};
 }
 
 #else
@@ -126,6 +135,11 @@ inline Floats signed_bytes(const uint8_t* bytes) {
 inline Floats unsigned_bytes(const uint8_t* bytes) {
   Floats r;
   for (int i = 0; i < 16; i++) r.v[i] = bytes[i];
+  return r;
+}
+inline Floats look_up(const uint8_t* codes, const float* table) {
+  Floats r;
+  for (int i = 0; i < 16; i++) r.v[i] = table[codes[i]];
   return r;
 }
 
