@@ -1,0 +1,91 @@
+"""What only a CUDA device can show: the same bytes on it as on a CPU, CUDA graphs, moves, and quantizing there."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import lowbit
+from lowbit import SCHEMES, QTensor, quantize_
+from tests.models import mlp
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
+]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_gpu_quantizes_and_dequantizes_to_the_bytes_of_a_cpu(name):
+    torch.manual_seed(0)
+    w = torch.randn(67, 301)
+    w[3] = 0
+    w[5, 7] = 1e30
+    here, there = QTensor.quantize(w, name), QTensor.quantize(w.cuda(), name)
+    assert torch.equal(here, there.cpu())
+    assert torch.equal(here.dequantize(), there.dequantize().cpu())
+    assert torch.equal(here.cuda().dequantize(torch.bfloat16).cpu(), here.dequantize(torch.bfloat16))
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int4", "int3", "mxfp4", "nvfp4", "int8_dynamic_activation_int8_weight"])
+def test_a_cuda_graph_replays_a_quantized_model(recipe):
+    model = mlp(torch.bfloat16).cuda()
+    quantize_(model, recipe)
+    x = torch.randn(4, 40, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, model(x))
+
+
+def test_layers_are_quantized_on_the_device_and_come_back():
+    model = mlp()
+    there = copy.deepcopy(model)
+    quantize_(model, "int4")
+    quantize_(there, "int4", device="cuda")
+    assert there[0].packed.device.type == "cpu"
+    assert torch.equal(there[0].weight, model[0].weight)
+    kept = mlp()
+    quantize_(kept, "int4", device="cuda", keep_on_device=True)
+    assert kept[0].packed.device.type == "cuda"
+
+
+def test_pinned_memory_and_moves_keep_every_byte():
+    q = QTensor.quantize(torch.randn(32, 64), "int4")
+    pinned = q.pin_memory()
+    assert pinned.is_pinned()
+    assert torch.equal(pinned.to("cuda", non_blocking=True).cpu(), q)
+
+
+def test_the_plan_for_a_device_names_the_kernels_that_run_there():
+    model = mlp(torch.bfloat16)
+    plan = lowbit.plan(model, "int4", device="cuda")
+    model = model.cuda()
+    quantize_(model, "int4")
+    for layer in plan.changed:
+        module = model.get_submodule(layer.name)
+        for m, kernel in layer.kernels.items():
+            with lowbit.trace_kernels() as trace:
+                module(torch.randn(m, module.in_features, dtype=torch.bfloat16, device="cuda"))
+            assert list(trace.kernels()) == [kernel]
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_torch_compile_on_the_device(mode):
+    model = mlp(torch.bfloat16).cuda()
+    quantize_(model, "int4")
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    x = torch.randn(1, 40, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            y = compiled(x).clone()
+        torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
