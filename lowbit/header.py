@@ -1,0 +1,208 @@
+"""The versioned header of a checkpoint: what each quantized weight is and which number each code stands for.
+
+It is JSON under the key ``lowbit`` of a safetensors file's metadata. ``docs/file-format.md`` describes every field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .formats import FORMATS
+from .packing import packed_size
+from .scheme import PLAIN_SCALES, Scheme
+from .tensor_file import CheckpointError, Spec, is_shape, parse_json
+
+__all__ = ["VERSION", "Entry", "Header"]
+
+VERSION = 1
+_KEY = "lowbit"
+_KINDS = ("linear", "embedding", "parameter")
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One quantized weight.
+
+    Attributes:
+        kind: ``"linear"`` or ``"embedding"`` (the name is that of a module), ``"parameter"`` (that of a parameter).
+        scheme: how the weight is stored.
+        shape: of the float weight, [..., N, K]; a module's is [N, K].
+        dtype: of the float weight.
+        bias, input_scale: whether these tensors stand beside the weight (``"linear"`` only).
+        activation: the scheme that inputs are rounded to, or None.
+    """
+
+    kind: str
+    scheme: Scheme
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bias: bool = False
+    activation: Scheme | None = None
+    input_scale: bool = False
+
+    def parts(self) -> dict[str, Spec]:
+        """What the file holds of the weight, by the part's name: codes of any kind are packed at their format's bits."""
+        scheme, (*lead, n, k) = self.scheme, self.shape
+        groups = scheme.groups(k) if k else 0
+        packed = Spec(torch.uint8, (*lead, n, packed_size(scheme.bits, k)))
+        plain = Spec(scheme.scale_dtype, (*lead, n, groups))
+        scale = plain if scheme.scale in PLAIN_SCALES else Spec(torch.uint8, (*lead, n, packed_size(scheme.scale_bits, groups)))
+        parts = {"packed": packed, "scale": scale}
+        if scheme.zero_point != "none":
+            codes = Spec(torch.uint8, (*lead, n, packed_size(scheme.bits, groups)))
+            parts["zero_point"] = codes if scheme.zero_point == "int" else plain
+        if scheme.outer:
+            parts["outer"] = Spec(torch.float32, tuple(lead))
+        return parts
+
+    def formats(self) -> Iterator[str]:
+        """Names of the formats that a reader needs the numbers of."""
+        for scheme in (self.scheme, self.activation):
+            if scheme is not None:
+                yield scheme.format
+                if scheme.scale not in PLAIN_SCALES:
+                    yield scheme.scale
+
+    def to_json(self) -> dict[str, Any]:
+        scheme = self.scheme
+        return {
+            "kind": self.kind,
+            "format": scheme.format,
+            "group_size": scheme.group_size,
+            "zero_point": scheme.zero_point,
+            "scale": scheme.scale,
+            "outer": scheme.outer,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "bias": self.bias,
+            "activation": None if self.activation is None else str(self.activation),
+            "input_scale": self.input_scale,
+        }
+
+
+@dataclass
+class Header:
+    """Everything that a set of files says beside its tensors.
+
+    Attributes:
+        quantized: an :class:`Entry` by the name of its module or parameter.
+        aliases: names that stand for a tensor stored under another name (tied weights).
+        nonpersistent: names of stored buffers that a ``state_dict`` leaves out (rotary frequencies).
+        model: what the model was; informative.
+    """
+
+    quantized: dict[str, Entry] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    nonpersistent: list[str] = field(default_factory=list)
+    model: dict[str, str] = field(default_factory=dict)
+
+    def metadata(self) -> dict[str, str]:
+        """The metadata of a safetensors file; ``format`` is what other libraries ask for."""
+        names = sorted({name for entry in self.quantized.values() for name in entry.formats()})
+        content = {
+            "version": VERSION,
+            "model": self.model,
+            "formats": {name: {"bits": FORMATS[name].bits, "values": _numbers(FORMATS[name].values)} for name in names},
+            "quantized": {name: entry.to_json() for name, entry in self.quantized.items()},
+            "aliases": self.aliases,
+            "nonpersistent": self.nonpersistent,
+        }
+        return {"format": "pt", _KEY: json.dumps(content, separators=(",", ":"), allow_nan=False)}
+
+    @staticmethod
+    def parse(metadata: dict[str, str], path: str) -> Header:
+        """The header in ``metadata``. Raises :class:`CheckpointError` that begins with ``path``."""
+        if _KEY not in metadata:
+            raise CheckpointError(f"{path}: has no {_KEY!r} in its metadata: not written by lowbit.save, or altered")
+        content = parse_json(metadata[_KEY], f"{path}: the lowbit header")
+        version = content.get("version")
+        if type(version) is not int or version != VERSION:
+            remedy = "upgrade lowbit" if type(version) is int and version > VERSION else "the file was altered"
+            raise CheckpointError(
+                f"{path}: version {version!s:.40} of the format; this library reads version {VERSION}: {remedy}"
+            )
+        for name in ("formats", "quantized", "aliases", "model"):
+            if not isinstance(content.get(name), dict):
+                raise CheckpointError(f"{path}: the lowbit header needs an object {name!r}")
+        for name, entry in content["formats"].items():
+            _check_format(name, entry, f"{path}: format {name!r}")
+        quantized = {n: _entry(e, content["formats"], f"{path}: quantized weight {n}") for n, e in content["quantized"].items()}
+        names = content.get("nonpersistent")
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in (*names, *content["aliases"].values())):
+            raise CheckpointError(f"{path}: nonpersistent and aliases of the lowbit header must hold names")
+        model = {name: str(value) for name, value in content["model"].items()}
+        return Header(quantized, content["aliases"], names, model)
+
+
+def _numbers(values: tuple[float, ...]) -> list[float | str]:
+    """JSON has no NaN and no infinity: they are the strings that ``float()`` reads."""
+    return [value if math.isfinite(value) else str(value) for value in values]
+
+
+def _check_format(name: str, entry: Any, what: str) -> None:
+    values = entry.get("values") if isinstance(entry, dict) else None
+    if not isinstance(values, list) or type(entry.get("bits")) is not int:
+        raise CheckpointError(f"{what}: needs bits and values")
+    if name not in FORMATS:
+        raise CheckpointError(f"{what} is not in lowbit.FORMATS: register it with FORMATS[{name!r}] = Table({name!r}, values)")
+    numbers = []
+    for value in values:
+        special = isinstance(value, str) and value in ("nan", "inf", "-inf")
+        if type(value) not in (int, float) and not special:
+            raise CheckpointError(f"{what}: values must be numbers, 'nan', 'inf' or '-inf', got {value!s:.40}")
+        try:
+            numbers.append(float(value))
+        except OverflowError as error:
+            raise CheckpointError(f"{what}: the number {value!s:.20}... is beyond float64") from error
+    here = FORMATS[name].values
+    if len(numbers) != len(here) or entry["bits"] != FORMATS[name].bits:
+        raise CheckpointError(f"{what}: the file has {len(numbers)} numbers of {entry['bits']} bits, lowbit.FORMATS {len(here)}")
+    for code, (theirs, ours) in enumerate(zip(numbers, here, strict=True)):
+        if not (math.isnan(theirs) and math.isnan(ours)) and (theirs, math.copysign(1, theirs)) != (ours, math.copysign(1, ours)):
+            raise CheckpointError(
+                f"{what}: the file's table differs from that of lowbit.FORMATS: code {code} is {theirs} there and {ours} here; "
+                "register the file's table under that name to load it"
+            )
+
+
+def _entry(entry: Any, formats: dict[str, Any], what: str) -> Entry:
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{what}: must be an object")
+    expected = {
+        "kind": str, "format": str, "group_size": int, "zero_point": str, "scale": str, "outer": bool, "shape": list,
+        "dtype": str, "bias": bool, "activation": (str, type(None)), "input_scale": bool,
+    }  # fmt: skip
+    for name, kind in expected.items():
+        value = entry.get(name)
+        if name not in entry or not isinstance(value, kind) or (kind is int and isinstance(value, bool)):  # type: ignore[arg-type]
+            raise CheckpointError(f"{what}: {name} is missing or of the wrong type: {value!s:.40}")
+    kind, shape = entry["kind"], entry["shape"]
+    if kind not in _KINDS:
+        raise CheckpointError(f"{what}: kind must be one of {', '.join(_KINDS)}, got {kind!r:.40}")
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointError(f"{what}: dtype must be one of {', '.join(_DTYPES)}, got {entry['dtype']!r:.40}")
+    if not is_shape(shape) or len(shape) < 2 or (kind != "parameter" and len(shape) != 2):
+        raise CheckpointError(f"{what}: shape must be [N, K], got {shape!s:.80}")
+    if math.prod(max(size, 1) for size in shape) >= 1 << 59 or entry["group_size"] >= 1 << 31:
+        raise CheckpointError(f"{what}: shape {shape!s:.80} with group_size {entry['group_size']} is larger than any memory")
+    if kind != "linear" and (entry["bias"] or entry["input_scale"] or entry["activation"] is not None):
+        raise CheckpointError(f"{what}: only a linear layer has a bias, an activation scheme or an input scale")
+    try:
+        fields = (entry["format"], entry["group_size"], entry["zero_point"], entry["scale"], entry["outer"])
+        activation = None if entry["activation"] is None else Scheme.parse(entry["activation"])
+        found = Entry(
+            kind, Scheme(*fields), tuple(shape), _DTYPES[entry["dtype"]], entry["bias"], activation, entry["input_scale"]
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    for name in found.formats():
+        if name not in formats:
+            raise CheckpointError(f"{what}: the header has no table of the format {name!r}")
+    return found

@@ -1,0 +1,138 @@
+"""What a model holds, as it is to be stored: every tensor once, the names that share one, an entry a quantized weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .embedding import QEmbedding
+from .header import Entry, Header
+from .linear import QLinear
+from .packing import pack
+from .scheme import PLAIN_SCALES
+from .tensor import QTensor
+from .tensor_file import Spec, Stored, storable
+from .weight import QuantizedModule
+
+__all__ = ["Inventory", "joined"]
+
+_PARTS = ("packed", "scale", "zero_point", "outer")
+
+
+class _Item(NamedTuple):
+    """A tensor to be stored. ``source``: the memory it is made from, by which two names are found to share it."""
+
+    name: str
+    spec: Spec
+    source: Tensor
+    value: Callable[[], Tensor]
+
+
+class Inventory:
+    """The ``tensors`` of ``model`` and the ``header`` that describes them.
+
+    Raises ``ValueError`` that names what a file cannot hold: tensors on the meta device, sparse ones, the shards of a
+    DTensor, a transposed quantized parameter, a module's own extra state.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: list[Stored] = []
+        self.header = Header(model={"class": type(model).__name__})
+        self._kept: dict[Any, str] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for item in self._module_items(prefix, module):
+                self._add(item)
+
+    def _add(self, item: _Item) -> None:
+        source = item.source
+        place: Any = id(source)
+        if source.numel():
+            place = (source.device, source.data_ptr(), source.dtype, tuple(source.shape), source.stride())
+        first = self._kept.setdefault((place, item.spec), item.name)
+        if first == item.name:
+            self.tensors.append(Stored(item.name, item.spec, item.value))
+        else:
+            self.header.aliases[item.name] = first
+
+    def _module_items(self, prefix: str, module: nn.Module) -> Iterator[_Item]:
+        taken: tuple[str, ...] = ()
+        if isinstance(module, (QLinear, QEmbedding)):
+            entry = _module_entry(module)
+            self.header.quantized[prefix] = entry
+            yield from _weight_items(prefix, module.weight, entry)
+            taken = _PARTS
+        elif isinstance(module, QuantizedModule) or type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(f"{prefix or 'the model'}: a {type(module).__name__} has state of its own that no file can hold")
+        for name, parameter in module._parameters.items():
+            if parameter is None or name in taken:
+                continue
+            path = joined(prefix, name)
+            if isinstance(parameter, QTensor):
+                if parameter.transposed or parameter.dim() < 2:
+                    raise ValueError(f"{path}: a parameter [..., N, K] that is not transposed can be stored, got {parameter!r}")
+                entry = Entry("parameter", parameter.scheme, tuple(parameter.shape), parameter.dtype)
+                self.header.quantized[path] = entry
+                yield from _weight_items(path, parameter, entry)
+            else:
+                yield _plain_item(path, parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            path = joined(prefix, name)
+            if name in module._non_persistent_buffers_set:
+                self.header.nonpersistent.append(path)
+            yield _plain_item(path, buffer)
+
+
+def joined(prefix: str, name: str) -> str:
+    """The name of what ``name`` is in the module at ``prefix``, which is empty for the model itself."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _module_entry(module: QLinear | QEmbedding) -> Entry:
+    shape = tuple(module.weight.shape)
+    if isinstance(module, QEmbedding):
+        return Entry("embedding", module.scheme, shape, module.weight_dtype)
+    bias, input_scale = module.bias is not None, module.input_scale is not None
+    return Entry("linear", module.scheme, shape, module.weight_dtype, bias, module.activation, input_scale)
+
+
+def _weight_items(prefix: str, weight: QTensor, entry: Entry) -> Iterator[_Item]:
+    for part, spec in entry.parts().items():
+        name, source = joined(prefix, part), getattr(weight, part)
+        _check(name, source)
+        yield _Item(name, spec, source, partial(_part, weight, part))
+
+
+def _part(weight: QTensor, part: str) -> Tensor:
+    """A part in its canonical form, codes packed: zero points of a format, and scales where they are codes."""
+    tensor: Tensor = getattr(weight.canonical(), part).detach()
+    scheme = weight.scheme
+    if part == "zero_point" and scheme.zero_point == "int":
+        return pack(tensor, scheme.bits)
+    if part == "scale" and scheme.scale not in PLAIN_SCALES:
+        return pack(tensor, scheme.scale_bits)
+    return tensor
+
+
+def _plain_item(name: str, tensor: Tensor) -> _Item:
+    _check(name, tensor)
+    return _Item(name, Spec(tensor.dtype, tuple(tensor.shape)), tensor, lambda: tensor)
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(f"{name} has no shape yet: run the model once before saving it")
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device and has no numbers: load the model's weights before saving it")
+    if is_traceable_wrapper_subclass(tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}: gather it into a plain tensor before saving")
+    if tensor.layout != torch.strided or not storable(tensor.dtype):
+        raise ValueError(
+            f"{name} is {tensor.layout} {tensor.dtype}, which safetensors cannot hold: make it a dense number tensor"
+        )

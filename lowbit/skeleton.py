@@ -1,0 +1,80 @@
+"""A transformers model without its numbers: how its configuration is written beside the tensors and read back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .header import VERSION
+from .tensor_file import CheckpointError, parse_json
+
+__all__ = ["built", "is_pretrained", "write_config"]
+
+CONFIG = "config.json"
+_GENERATION = "generation_config.json"
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether ``model`` is one of transformers' (which is then imported already)."""
+    home = sys.modules.get("transformers.modeling_utils")
+    return home is not None and isinstance(model, home.PreTrainedModel)
+
+
+def write_config(model: nn.Module, folder: Path, quantized: bool) -> None:
+    """Write config.json and generation_config.json, from which :func:`built` makes the model again.
+
+    A quantized model's names its method, so that a program which does not know it refuses the folder.
+    """
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.save_pretrained(folder)
+    if quantized:
+        path = folder / CONFIG
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["quantization_config"] = {"quant_method": "lowbit", "version": VERSION}
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def built(folder: Path) -> nn.Module:
+    """The model that config.json in ``folder`` describes, on the meta device: no memory, no numbers.
+
+    Takes no code from the folder. Raises :class:`CheckpointError` that names the file.
+    """
+    path = folder / CONFIG
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}): give the float model as model=") from error
+    names = parse_json(text, str(path)).get("architectures")
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(f"{path}: needs transformers (pip install lowbit[models]), or the float model as model=") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if hasattr(config, "quantization_config"):  # the header of the tensors says it better
+            del config.quantization_config
+        name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+        found = getattr(transformers, name, None) if name.isidentifier() else None
+        with torch.device("meta"):
+            if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+                model = found._from_config(config)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        if (folder / _GENERATION).is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a configuration can fail in as many ways as there are models
+        raise CheckpointError(f"{path}: no model can be built from it ({type(error).__name__}: {error!s:.300})") from error
+    return model
