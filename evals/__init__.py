@@ -1,0 +1,1 @@
+"""What a quantized model lost and what it gained."""

@@ -1,0 +1,98 @@
+"""The small model in the box: its world is the same everywhere, its exam is sound, and it knows the answers."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+exam = pytest.importorskip("lowbit.evals.toy.exam")
+
+from lowbit.evals.toy import corpus  # noqa: E402
+from lowbit.evals.toy.subjects import SUBJECTS  # noqa: E402
+from lowbit.evals.toy.world import World, build  # noqa: E402
+
+HOME = Path(exam.__file__).parent
+MODEL = HOME / "model"
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def questions() -> list:
+    return exam.read()
+
+
+def test_the_same_seed_gives_the_same_world_and_another_seed_another(world: World) -> None:
+    assert build() == world
+    assert next(corpus.edition(world, 0)) == next(corpus.edition(world, 0))
+    assert list(corpus.edition(world, 0)) != list(corpus.edition(world, 1))
+    assert build(seed=1) != world
+
+
+def test_committed_exam_and_heldout_text_are_what_the_generator_writes(world: World) -> None:
+    texts = corpus.files(world)
+    committed = {path.relative_to(exam.DATA).as_posix(): path.read_bytes() for path in exam.DATA.rglob("*.*")}
+    assert committed == {path: text.encode() for path, text in texts.items()}
+    assert sum(map(len, committed.values())) < 1_500_000
+    assert 50_000 <= len(committed["heldout.txt"]) <= 100_000
+
+
+def test_exam_has_the_size_and_balance_it_promises(questions: list) -> None:
+    assert len(questions) >= 1500
+    assert len({q.subject for q in questions}) >= 8
+    assert len({q.text for q in questions}) == len(questions)
+    assert all(len(set(q.choices)) == 4 for q in questions)
+    for subject in {q.subject for q in questions}:
+        letters = Counter(q.answer for q in questions if q.subject == subject)
+        assert len(letters) == 4
+        assert len(set(letters.values())) == 1
+    examples = Counter(q.subject for q in exam.read(split="dev"))
+    assert set(examples.values()) == {5}
+    assert not {q.text for q in questions} & {q.text for q in exam.read(split="dev")}
+
+
+def test_every_answer_is_a_fact(world: World, questions: list) -> None:
+    others: dict[tuple[str, str], set[str]] = {}
+    for fact in world.facts:
+        others.setdefault((fact.subject.name, fact.value), set()).add(fact.entity.lower())
+        others.setdefault((fact.subject.name, fact.entity), set()).add(fact.value.lower())
+    for question in questions:
+        right = question.choices["ABCD".index(question.answer)]
+        text = question.text.lower()
+        assert any(other in text for other in others[question.subject, right]), question
+
+
+def test_training_never_asks_an_exam_question_nor_tells_a_heldout_sentence(world: World, questions: list) -> None:
+    asked = {question.text for question in questions}
+    # A sentence such as "This mineral ..." says nothing of its entity and may stand in another article.
+    nameless = tuple(f"{start} {subject.kind}" for subject in SUBJECTS for start in ("The", "This"))
+    lines = [line for line in (exam.DATA / "heldout.txt").read_text().splitlines() if line and line[0] != "="]
+    kept_out = {sentence for line in lines for sentence in line.removesuffix(".").split(". ")}
+    kept_out = {sentence for sentence in kept_out if not sentence.startswith(nameless)}
+    assert len(kept_out) > 500
+    for number in range(2):
+        told = "\n".join(corpus.edition(world, number)).split("\n")
+        assert not asked & set(told)
+        assert not kept_out & {sentence for line in told for sentence in line.removesuffix(".").split(". ")}
+
+
+def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="SUBJECT_test"):
+        exam.read(tmp_path)
+
+
+def test_committed_model_is_small_and_answers_the_exam(questions: list) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    weights = MODEL / "model.safetensors"
+    assert model.config.model_type == "llama"
+    assert str(model.dtype) == "torch.bfloat16"
+    assert 2e6 <= sum(p.numel() for p in model.parameters()) <= 6e6
+    assert weights.stat().st_size <= 12e6
+    longest = max(len(tokenizer(exam.prompt(q))["input_ids"]) for q in questions[::50])
+    assert longest < model.config.max_position_embeddings
+    assert exam.score(model.float(), tokenizer, questions[::9]) >= 0.8
