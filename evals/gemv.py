@@ -13,8 +13,9 @@ from datetime import date
 from typing import Any
 
 import torch
-from lowbit import QTensor, Scheme, env, trace_kernels
 from torch import Tensor
+
+from lowbit import QTensor, Scheme, env, trace_kernels
 
 from .reader import reader
 

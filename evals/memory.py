@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import torch
-from lowbit import quantize_
 from torch import nn
+
+from lowbit import quantize_
 
 __all__ = ["peak_over_model"]
 

@@ -25,7 +25,7 @@ def _triton_reader() -> Callable[[Tensor], Tensor]:
     import triton.language as tl
 
     @triton.jit
-    def read(data, out, size, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202, N803
+    def read(data, out, size, BLOCK: tl.constexpr):  # noqa: N803
         program, programs = tl.program_id(0), tl.num_programs(0)
         total = tl.zeros([BLOCK], tl.int32)
         for start in range(program * BLOCK, size, programs * BLOCK):

@@ -182,7 +182,7 @@ def test_errors_name_the_value_and_the_remedy():
         quantize_(model, {"*": None})
     with pytest.raises(ValueError, match="no linear layer"):
         quantize_(nn.ReLU(), "int4")
-    with pytest.raises(ValueError, match="wrap it in nn.Sequential"):
+    with pytest.raises(ValueError, match=r"wrap it in nn\.Sequential"):
         quantize_(nn.Linear(4, 4), "int4")
     quantize_(model, "int4")
     with pytest.raises(ValueError, match="quantized already"):
