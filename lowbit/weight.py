@@ -29,6 +29,8 @@ class QuantizedModule(nn.Module):
     weight_dtype: torch.dtype
 
     def _adopt(self, weight: QTensor) -> None:
+        if not isinstance(weight, QTensor):
+            raise TypeError(f"the weight of a {type(self).__name__} is a QTensor, got {type(weight).__name__}")
         if weight.transposed or weight.dim() != 2:
             raise ValueError(f"a module's weight is a matrix [N, K] that is not transposed, got {weight!r}")
         self.scheme, self.byte_layout, self.weight_dtype = weight.scheme, weight.byte_layout, weight.dtype
@@ -49,9 +51,15 @@ class QuantizedModule(nn.Module):
 
     @weight.setter
     def weight(self, value: QTensor) -> None:
-        if not isinstance(value, QTensor):
-            raise TypeError(f"the weight of a {type(self).__name__} is a QTensor, got {type(value).__name__}")
+        if value.shape != self.weight.shape:
+            raise ValueError(f"the weight of this {type(self).__name__} is {tuple(self.weight.shape)}, got {tuple(value.shape)}")
         self._adopt(value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":  # nn.Module would register a Parameter beside the property
+            type(self).weight.__set__(self, value)
+        else:
+            super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves with the model; a change of dtype reaches the weight's dtype, never the stored scales."""
