@@ -7,10 +7,11 @@ import oracle
 import pytest
 import torch
 
+from evals import sqnr
 from lowbit.scheme import SCHEMES, Scheme
 from lowbit_kernels import reference
 
-N, K = 192, 1024
+N, K = 64, 1024
 
 
 def draw(kind: str) -> np.ndarray:
@@ -52,3 +53,46 @@ def test_searching_the_range_never_costs(name):
         w = w[:4]
         noise = [np.square(values_of(w, SCHEMES[name], m) - w).sum() for m in ("mse", "range")]
         assert noise[0] <= noise[1]
+
+
+# ---- the table in the README ---------------------------------------------------------------------------------------
+
+
+def test_the_table_measures_what_the_oracle_measures():
+    rows = sqnr.measure(8, 256, seed=5)
+    assert {row.name for row in rows} == set(SCHEMES)
+    assert [row.bits_per_weight for row in rows] == sorted((row.bits_per_weight for row in rows), reverse=True)
+    for row, w in ((row, w.numpy()) for row in rows for w in sqnr.draw(8, 256, seed=5)[:1]):
+        scheme = SCHEMES[row.name]
+        assert row.scheme == str(scheme)
+        want = oracle.quantize(w, scheme.format, scheme.group_size, scheme.zero_point, scheme.scale, scheme.outer)
+        assert row.gaussian_db == pytest.approx(oracle.sqnr(w, want.values), abs=0.05)
+
+
+def test_heavy_tails_are_those_of_student():
+    """Half of a t distribution with 4 degrees of freedom lies within 0.7407, and one in a hundred beyond 4.604."""
+    heavy = sqnr.draw(512, 1024, seed=0)[1].abs()
+    for quantile, inside in ((0.740697, 0.5), (4.604095, 0.99)):
+        share = float((heavy < quantile).double().mean())
+        assert abs(share - inside) < 5 * (inside * (1 - inside) / heavy.numel()) ** 0.5  # five standard deviations
+
+
+def test_the_block_of_a_file_is_replaced():
+    text = f"before\n{sqnr.BEGIN}\nold\n{sqnr.END}\nafter\n"
+    once = sqnr.rewritten(text, "| new |")
+    assert once == f"before\n{sqnr.BEGIN}\n| new |\n{sqnr.END}\nafter\n"
+    assert sqnr.rewritten(once, "| new |") == once
+
+
+@pytest.mark.parametrize("text", ["", sqnr.BEGIN, sqnr.END + sqnr.BEGIN, 2 * (sqnr.BEGIN + sqnr.END)])
+def test_a_file_without_its_marks_is_refused(text):
+    with pytest.raises(ValueError, match="must stand"):
+        sqnr.rewritten(text, "")
+
+
+def test_files_are_replaced_whole(tmp_path):
+    path = tmp_path / "deep" / "table.md"
+    sqnr.replace_file(path, "one")
+    sqnr.replace_file(path, "two")
+    assert path.read_text() == "two"
+    assert [p.name for p in path.parent.iterdir()] == ["table.md"]
