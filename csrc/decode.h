@@ -29,19 +29,25 @@ LOWBIT_INLINE int64_t packed_size(int bits, int64_t n) {
 template <int bits>
 constexpr int byte_aligned_codes = 8 / (bits & -bits);
 
+// Adds the plane of `width` bits, where there is one, to code i of a row of n codes, and goes on to the next plane.
+template <int bits, int width>
+LOWBIT_INLINE void add_field(const uint8_t*& plane, int64_t n, int64_t i, int& shift, uint32_t& code) {
+  if constexpr (bits & width) {
+    code |= ((plane[i * width / 8] >> (i * width % 8)) & ((1u << width) - 1)) << shift;
+    shift += width;
+    plane += (n * width + 7) / 8;
+  }
+}
+
 // Code i of a row of n codes.
 template <int bits>
 LOWBIT_INLINE uint32_t code_at(const uint8_t* row, int64_t n, int64_t i) {
   uint32_t code = 0;
   int shift = 0;
-#pragma GCC unroll 4
-  for (int width = 8; width; width >>= 1) {
-    if (!(bits & width)) continue;
-    const int64_t bit = i * width;
-    code |= ((row[bit / 8] >> (bit % 8)) & ((1u << width) - 1)) << shift;
-    shift += width;
-    row += (n * width + 7) / 8;
-  }
+  add_field<bits, 8>(row, n, i, shift, code);
+  add_field<bits, 4>(row, n, i, shift, code);
+  add_field<bits, 2>(row, n, i, shift, code);
+  add_field<bits, 1>(row, n, i, shift, code);
   return code;
 }
 
