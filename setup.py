@@ -18,10 +18,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, find_packages, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
+
+# Without build isolation nobody but this file looks at the version, and a new environment may hold one from years ago.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise SystemExit(f"setuptools 77 or newer is needed, got {setuptools.__version__}: pip install --upgrade setuptools")
+
+from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
@@ -206,6 +212,12 @@ def extensions() -> list[Extension]:
 
 class BuildLibraries(build_ext):
     """Shared libraries that torch loads; Python imports none of them."""
+
+    def run(self) -> None:
+        # What an earlier build left here must not travel in a wheel for which it was not asked, or not built.
+        for stale in Path(self.build_lib, "lowbit_kernels").glob("*.so"):
+            stale.unlink()
+        super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
