@@ -227,9 +227,17 @@ class QTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from .tensor_products import ATEN
 
+        kwargs = kwargs or {}
         if func not in ATEN:
-            raise NotImplementedError(f"{func} is not defined for a QTensor: call .dequantize() first")
-        return ATEN[func](*args, **(kwargs or {}))
+            result = func.decompose(*args, **kwargs)  # inference mode leaves composite operators whole
+            if result is NotImplemented:
+                raise NotImplementedError(f"{func} is not defined for a QTensor: call .dequantize() first")
+            return result
+        if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
+            # A view of an ordinary tensor has to be one too; made in this mode it would be an inference tensor.
+            with torch.inference_mode(False), torch.no_grad():
+                return ATEN[func](*args, **kwargs)
+        return ATEN[func](*args, **kwargs)
 
 
 def check_weight(w: Tensor, name: str) -> None:
