@@ -1,0 +1,122 @@
+"""What setup.py would build and pack, and what is said where something is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from lowbit_kernels import build, cpu, cuda
+
+ROOT = Path(__file__).parent.parent
+
+
+def load_file(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def setup() -> ModuleType:
+    pytest.importorskip("setuptools", minversion="77")
+    return load_file("lowbit_setup", ROOT / "setup.py")
+
+
+def test_formats_header_is_what_the_generator_writes() -> None:
+    generate = load_file("lowbit_generate", ROOT / "csrc" / "generate.py")
+    assert generate.HEADER.read_text() == generate.header(), "run: python csrc/generate.py"
+
+
+# ---- what a wheel holds ----------------------------------------------------------------------------------------
+
+
+def test_no_other_top_level_packages(setup: ModuleType) -> None:
+    packages = setup.packages()
+    assert {name.partition(".")[0] for name in packages} == {"lowbit", "lowbit_kernels"}
+    assert {"lowbit_kernels.triton", "lowbit.algorithms", "lowbit.evals", "lowbit.evals.toy", "lowbit.recipes"} <= set(packages)
+
+
+def test_every_file_of_a_package_travels(setup: ModuleType) -> None:
+    folders = {name: ROOT / setup.package_dirs().get(name, name.replace(".", "/")) for name in setup.packages()}
+    packed = {folders[name] / file for name, files in setup.package_data().items() for file in files}
+    packed |= {path for folder in folders.values() for path in folder.glob("*.py")}
+    for top in ("lowbit", "lowbit_kernels", "evals", "recipes"):
+        for path in (ROOT / top).rglob("*"):
+            hidden = any(part.startswith((".", "__pycache__")) for part in path.relative_to(ROOT).parts)
+            if path.is_file() and not hidden and path.suffix != ".so":
+                assert path in packed
+
+
+# ---- which libraries are built ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no library is built on Windows")
+def test_the_switch_for_cuda(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_CUDA", "1")
+    assert {e.name: e.optional for e in setup.extensions()} == {"lowbit_kernels._C": True, "lowbit_kernels._C_cuda": False}
+    monkeypatch.setenv("LOWBIT_CUDA", "0")
+    assert [e.name for e in setup.extensions()] == ["lowbit_kernels._C"]
+    monkeypatch.setenv("LOWBIT_CUDA", "yes")
+    with pytest.raises(SystemExit, match=r"LOWBIT_CUDA must be 0 .* or 1 .* got 'yes'"):
+        setup.extensions()
+
+
+def test_cuda_is_left_out_where_torch_has_none(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOWBIT_CUDA", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert all(not e.name.endswith("_cuda") for e in setup.extensions())
+
+
+def test_what_is_missing_is_named(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "_C.so"
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(setup.CompileError, match=r"no C\+\+ compiler found .*: install one"):
+        setup.cpu_commands(out, tmp_path)
+    with pytest.raises(setup.CompileError, match=r"nvcc not found .*: install the CUDA toolkit"):
+        setup.cuda_commands(out, tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(setup.CompileError, match=r"torch cannot be imported .*: install torch"):
+        setup.cpu_commands(out, tmp_path)
+
+
+# ---- what is said when it runs ---------------------------------------------------------------------------------
+
+
+def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+    library = build.Library(tmp_path / "none.so", "the C++ library", "install a compiler")
+    assert library.missing() == "the C++ library is not built: install a compiler"
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "broken.so"
+    file.write_text("no library")
+    reason = build.Library(file, "the C++ library", "reinstall").missing()
+    assert reason is not None
+    assert reason.startswith("the C++ library cannot be loaded (")
+    assert reason.endswith("): reinstall")
+
+
+def test_reasons_name_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for reason in (cpu.available(), cuda.available()):
+        assert reason is None or "install" in reason
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "build without CUDA" in (cuda.available() or "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "driver" in (cuda.available() or "")
+
+
+def test_libraries_never_see_python() -> None:
+    for library in (build.CPU, build.CUDA):
+        if library.file.exists():
+            assert b"PyObject" not in library.file.read_bytes()

@@ -1,0 +1,119 @@
+"""What the CPU library promises beyond its row: every instruction set, any number of threads, slices, added formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from accuracy import linear_bound
+from torch import Tensor
+
+from lowbit.formats import FORMATS, Float
+from lowbit.scheme import PLAIN_SCALES, Scheme
+from lowbit_kernels import cpu, reference
+
+pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=cpu.available() or "")
+
+SCHEMES = (
+    Scheme("int8"),
+    Scheme("uint8", 48, "int", "fp16"),
+    Scheme("int4", 128, scale="fp32"),
+    Scheme("uint4", 7, "int"),
+    Scheme("uint4", 64, "float"),
+    Scheme("fp8_e4m3fn", 32, scale="e8m0"),
+    Scheme("fp4_e2m1", 16, scale="fp8_e4m3fn", outer=True),
+    Scheme("uint3", 9, "int"),
+)
+Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def linear(x: Tensor, parts: Parts, scheme: Scheme, instructions: str = "") -> Tensor:
+    tables = cpu._values(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu._values(scheme.scale)
+    return torch.ops.lowbit_cpu.linear(x, *parts, None, *tables, scheme.group_size, instructions)
+
+
+def weight(scheme: Scheme, n: int, k: int) -> tuple[Parts, Tensor]:
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(n + k))
+    w[:, ::31] *= 20
+    parts = reference.quantize(w, scheme, "range")
+    return parts, reference.dequantize(*parts, scheme, k, torch.float64)
+
+
+@pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_every_instruction_set(scheme: Scheme, instructions: str) -> None:
+    ranks = ["portable", "avx2", "avx512"]
+    if ranks.index(instructions) > ranks.index(torch.ops.lowbit_cpu.instructions()):
+        pytest.skip(f"this processor has no {instructions}")
+    for k in (1, 2, 31, 33, 127, 128, 200):
+        parts, w = weight(scheme, 11, k)
+        for m in range(1, 9):
+            x = torch.randn(m, k, generator=torch.Generator().manual_seed(m))
+            x[:, ::7] *= 100
+            exact = x.double() @ w.mT
+            error = (linear(x, parts, scheme, instructions).double() - exact).abs()
+            assert (error <= linear_bound("exact", x.double(), w, None, exact, torch.float32)).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_threads_change_no_bit(scheme: Scheme) -> None:
+    parts, _ = weight(scheme, 517, 640)
+    x, threads = torch.randn(3, 640), torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(linear(x, parts, scheme))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(results[0], result) for result in results)
+
+
+def test_slices_are_read_in_place() -> None:
+    scheme = Scheme("uint4", 32, "int")
+    (packed, scale, zero, _), w = weight(scheme, 24, 256)
+    assert zero is not None
+    x = torch.randn(2, 128)
+    part = (packed[3:20, 32:96], scale[3:20, 2:6], zero[3:20, 2:6], None)
+    exact = x.double() @ w[3:20, 64:192].mT
+    error = (linear(x, part, scheme).double() - exact).abs()
+    assert (error <= linear_bound("exact", x.double(), w[3:20, 64:192], None, exact, torch.float32)).all()
+
+
+def test_a_format_added_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its codes hold NaN, which must not leak out of the bytes that two groups share or that pad a row.
+    monkeypatch.setitem(FORMATS, "fp4_e2m1fn", Float("fp4_e2m1fn", 2, 1, "fn"))
+    scheme = Scheme("fp4_e2m1fn", 5)
+    parts, w = weight(scheme, 6, 33)
+    parts[0][:, -1] |= 0xF0  # the padding behind an odd K
+    x = torch.randn(2, 33)
+    torch.testing.assert_close(linear(x, parts, scheme).double(), x.double() @ w.mT, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, p: (x[:, :-1], p), "packed must be a CPU tensor"),
+        (lambda x, p: (x.double(), p), "x must be float32, bfloat16 or float16"),
+        (lambda x, p: (x.expand(9, -1), p), "at most 8 rows, got 9"),
+        (lambda x, p: (x, (p[0], p[1].double(), None, None)), "scale must be float32"),
+        (lambda x, p: (x, (p[0], p[1][:-1], None, None)), "scale must be a CPU tensor"),
+        (lambda x, p: (x, (p[0], p[1], p[1], None)), "int8 has no zero point"),
+    ],
+)
+def test_what_it_refuses(change: Callable[..., tuple[Tensor, Parts]], message: str) -> None:
+    scheme = Scheme("int8", 16)
+    x, parts = change(torch.randn(1, 64), weight(scheme, 4, 64)[0])
+    with pytest.raises(RuntimeError, match=message):
+        linear(x, parts, scheme)
+    with pytest.raises(RuntimeError, match="avx512, avx2 or portable, got neon"):
+        linear(torch.randn(1, 64), weight(scheme, 4, 64)[0], scheme, "neon")
+
+
+def test_nothing_to_do() -> None:
+    scheme = Scheme("int8", 16)
+    parts, _ = weight(scheme, 4, 64)
+    assert linear(torch.empty(0, 64), parts, scheme).shape == (0, 4)
+    empty = (parts[0][:, :0], parts[1][:, :0], None, None)
+    assert torch.equal(linear(torch.empty(2, 0), empty, scheme), torch.zeros(2, 4))
