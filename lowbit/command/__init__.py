@@ -1,0 +1,96 @@
+"""The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``eval``, ``env``, ``formats``.
+
+Results go to stdout (with ``--json`` nothing but JSON), everything else to stderr. Exit codes: 0 for success, 1 for work
+that failed, 2 for a command line that makes no sense, 130 for an interrupt, 141 where the reader of stdout went away.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .demonstration import demo
+from .evaluation import evaluate
+from .inspection import inspect
+from .listings import env, formats
+from .planning import plan
+from .quantizing import quantize
+
+__all__ = ["app", "main", "run"]
+
+app = typer.Typer(name="lowbit", add_completion=False, pretty_exceptions_enable=False)
+for name, function in (
+    ("demo", demo),
+    ("plan", plan),
+    ("quantize", quantize),
+    ("inspect", inspect),
+    ("eval", evaluate),
+    ("env", env),
+    ("formats", formats),
+):
+    app.command(name)(function)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from lowbit import __version__
+
+        typer.echo(f"lowbit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Low-bit number formats for PyTorch: quantize a model, see what it saves, measure what it costs.
+
+    Every command takes --json. LOWBIT_TRACEBACK=1 shows where an error came from.
+    """
+
+
+def main() -> None:
+    """What the ``lowbit`` script calls."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Carry out a command line and return its exit code; errors become one line on stderr."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(list(arguments) or ["--help"], prog_name="lowbit", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more as it exits, and would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (KeyboardInterrupt, typer.Abort):
+        return _failed("interrupted", 130)
+    except Exception as error:
+        if os.environ.get("LOWBIT_TRACEBACK"):
+            traceback.print_exc()
+        format_message = getattr(error, "format_message", None)  # a mistake in the command line has one
+        if format_message is not None:
+            return _failed(format_message(), getattr(error, "exit_code", 2))
+        return _failed(_words(error), 1)
+    return (code if isinstance(code, int) else 0) if arguments else 2
+
+
+def _words(error: Exception) -> str:
+    """What an error says; its kind as well where it says nothing or is no error that lowbit foresees."""
+    foreseen = isinstance(error, (ValueError, TypeError, OSError, ImportError)) or type(error).__module__.startswith("lowbit")
+    text = str(error)
+    return text if foreseen and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def _failed(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    print(f"lowbit: error: {line if len(line) <= 600 else line[:600] + ' ...'}", file=sys.stderr)
+    return code

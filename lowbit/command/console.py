@@ -1,0 +1,81 @@
+"""How commands speak: results to stdout as text or JSON, progress bars to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["JsonOption", "ReportOption", "bar", "note", "print_json", "print_table", "write_report"]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")]
+ReportOption = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Also write the JSON to this file.")]
+
+# As wide as the widest table: where nothing says how wide the page is, a line that is cut is worse than a long one.
+_PAGE = 160
+
+
+def print_json(data: Any) -> None:
+    """``data`` to stdout; numbers that JSON lacks (NaN, infinity) become null."""
+    print(_dumped(data))
+
+
+def write_report(data: Any, path: Path | None) -> None:
+    """``data`` to the file ``path``, if there is one."""
+    if path is not None:
+        path.write_text(_dumped(data) + "\n", encoding="utf-8")
+
+
+def _dumped(data: Any) -> str:
+    return json.dumps(_finite(data), indent=2, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def print_table(table: Table) -> None:
+    """A table to stdout: as wide as the terminal, or as it wants to be where there is none."""
+    from rich.console import Console
+
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=_PAGE)
+    console.print(table)
+
+
+def note(text: str) -> None:
+    """A remark to stderr."""
+    print(f"lowbit: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr while the block runs: call what it gives with (what is being done, done, in all).
+
+    Draws nothing where stderr is no terminal.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<44}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)

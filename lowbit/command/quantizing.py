@@ -1,0 +1,64 @@
+"""``lowbit quantize``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import JsonOption, bar, note, print_json
+from .model_source import DeviceOption, is_quantized, load_model, load_tokenizer, parse_recipe
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A folder or a hub id.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the quantized model goes.")],
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A scheme, a recipe or a YAML file.")] = "int4",
+    device: DeviceOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Quantize a model and write it with its configuration and tokenizer: lowbit.load(FOLDER) is ready to use."""
+    what = parse_recipe(recipe)
+    _check_output(output, model)
+    import lowbit
+
+    start = time.perf_counter()
+    with bar() as progress:
+        progress(f"loading {model}", 0, 1)
+        loaded = load_model(model)
+        carried = lowbit.quantize_(
+            loaded, what, device=device, progress=lambda layer, done, total: progress(layer.name, done, total)
+        )
+        progress(f"writing {output}", 0, 1)
+        _write_tokenizer(model, output)
+        lowbit.save(loaded, output)
+    files = sorted(path for path in output.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in files)
+    seconds = time.perf_counter() - start
+    if json:
+        print_json({"output": str(output), "file_bytes": size, "seconds": seconds, "plan": carried.to_dict()})
+    else:
+        print(str(carried).splitlines()[-1])
+        print(f"{output}: {size:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}, {seconds:.1f} s")
+
+
+def _check_output(output: Path, model: str) -> None:
+    """Refuse a folder whose files are not ours to replace."""
+    if output.exists() and not output.is_dir():
+        raise typer.BadParameter(f"{output} is a file: give a folder with -o")
+    if output.is_dir() and any(output.iterdir()) and (output.samefile(model) if Path(model).exists() else False):
+        raise typer.BadParameter(f"{output} is the model itself: give another folder with -o")
+    if output.is_dir() and any(output.iterdir()) and not is_quantized(str(output)):
+        raise typer.BadParameter(f"{output} holds files that lowbit did not write: give a new folder with -o")
+
+
+def _write_tokenizer(model: str, output: Path) -> None:
+    try:
+        tokenizer = load_tokenizer(model)
+    except (OSError, ValueError, KeyError) as error:
+        note(f"no tokenizer beside the weights ({' '.join(str(error).split())[:160]})")
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(output)
