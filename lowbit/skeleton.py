@@ -13,6 +13,7 @@ from torch import nn
 
 from .header import VERSION
 from .tensor_file import CheckpointError, parse_json
+from .weight import QuantizedModule
 
 __all__ = ["built", "is_pretrained", "write_config"]
 
@@ -29,11 +30,11 @@ def is_pretrained(model: nn.Module) -> bool:
 def write_config(model: nn.Module, folder: Path, quantized: bool) -> None:
     """Write config.json and generation_config.json, from which :func:`built` makes the model again.
 
-    A quantized model's names its method, so that a program which does not know it refuses the folder.
+    A quantized model's names its method, by which other programs see that they cannot read its tensors.
     """
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = model.dtype
+    config.dtype = _dtype(model)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.save_pretrained(folder)
@@ -44,7 +45,19 @@ def write_config(model: nn.Module, folder: Path, quantized: bool) -> None:
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
-        generation.save_pretrained(folder)
+        # Not save_pretrained, which refuses settings that contradict each other, as those of published models do.
+        generation.to_json_file(folder / _GENERATION, use_diff=True)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the float model: transformers takes that of the first parameter, which may be a scale's."""
+    for module in model.modules():
+        if isinstance(module, QuantizedModule):
+            return module.weight_dtype
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                return parameter.dtype
+    return torch.get_default_dtype()
 
 
 def built(folder: Path) -> nn.Module:
