@@ -111,7 +111,14 @@ def kernels() -> tuple[Kernel, ...]:
     """Every row, in order of preference."""
     for backend in _BACKENDS:
         importlib.import_module(backend)
-    return tuple(_rows)
+    return tuple(sorted(_rows, key=_place))
+
+
+def _place(kernel: Kernel) -> int:
+    """The backend's place in the order of preference: a backend may have been imported before its turn. Rows from
+    elsewhere come first."""
+    home = getattr(kernel.run, "__module__", "")
+    return next((i for i, backend in enumerate(_BACKENDS) if home.startswith(backend)), -1)
 
 
 # ---- selection -------------------------------------------------------------------------------------------------

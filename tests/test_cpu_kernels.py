@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -109,6 +111,17 @@ def test_what_it_refuses(change: Callable[..., tuple[Tensor, Parts]], message: s
         linear(x, parts, scheme)
     with pytest.raises(RuntimeError, match="avx512, avx2 or portable, got neon"):
         linear(torch.randn(1, 64), weight(scheme, 4, 64)[0], scheme, "neon")
+
+
+def test_runs_before_the_reference_whatever_was_imported_first() -> None:
+    code = """
+import lowbit_kernels.reference, lowbit_kernels.triton, lowbit_kernels.ops, torch
+from lowbit_kernels.registry import Call, kernels, select
+from lowbit.scheme import Scheme
+print(select(Call("linear", "cpu", 0, "canonical", Scheme("int8"), torch.float32, 1, 8, 64)).name, kernels()[-1].name[:9])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cpu_gemv", "reference"]
 
 
 def test_nothing_to_do() -> None:
