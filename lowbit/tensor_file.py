@@ -137,6 +137,10 @@ class TensorFile:
         ranges = []
         for name, entry in header.items():
             self.specs[name], start, stop = _checked_entry(entry, f"{self.path}: tensor {name}")
+            if stop > size - 8 - length:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} ends at byte {stop} of {size - 8 - length}: cut short or altered"
+                )
             ranges.append((start, stop, name))
             self._starts[name] = 8 + length + start
         end = 0

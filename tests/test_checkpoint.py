@@ -46,7 +46,7 @@ def files(folder: Path) -> list[str]:
     dtype=st.sampled_from((torch.float16, torch.bfloat16, torch.float32, torch.float64)),
     kind=st.sampled_from(("linear", "embedding", "parameter")),
 )
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_every_scheme_and_shape_comes_back(tmp_path_factory, scheme, n, k, dtype, kind):
     folder = tmp_path_factory.mktemp("any")
     lead = (2,) if kind == "parameter" else ()

@@ -99,7 +99,8 @@ def test_the_reader_takes_experts_too(tmp_path, reader):
 def test_the_safetensors_library_and_this_one_read_each_other(tmp_path):
     dtypes = (
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64, torch.complex64,
+        torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64,
+        torch.complex64,
     )  # fmt: skip
     tensors = {str(dtype).replace(".", "_"): torch.arange(6).reshape(2, 3).to(dtype) for dtype in dtypes}
     tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
@@ -182,7 +183,7 @@ class Interruption:
 LIMITS = [(a, b) for a in (SINGLE, SHARDED) for b in (SINGLE, SHARDED)]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), RuntimeError("stop")])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize(("old", "new"), LIMITS)
 def test_a_save_that_fails_leaves_one_whole_set(tmp_path, old, new, error):
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -190,7 +191,7 @@ def test_a_save_that_fails_leaves_one_whole_set(tmp_path, old, new, error):
     def strike() -> None:
         raise error
 
-    outcomes = []
+    outcomes, said = [], ""
     for nth in range(1, 200):
         lowbit.save(marked(1), tmp_path, max_shard_bytes=old)
         with pytest.MonkeyPatch.context() as patch:
@@ -198,11 +199,12 @@ def test_a_save_that_fails_leaves_one_whole_set(tmp_path, old, new, error):
             try:
                 lowbit.save(marked(2), tmp_path, max_shard_bytes=new)
             except type(error) as caught:
-                if isinstance(error, OSError) and mark(tmp_path) == 1 and not outcomes:
-                    assert re.search(r"No space left on device.*\.safetensors", str(caught))
+                said = str(caught)
             done = interruption.left > 0
         outcomes.append(mark(tmp_path))
         assert not [name for name in names(tmp_path) if name.startswith(".")]
+        if nth == 1 and isinstance(error, OSError):
+            assert re.search(r"No space left on device.*\.safetensors", said)
         if done:
             break
     assert outcomes == sorted(outcomes)
