@@ -45,6 +45,14 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return y if weight.dim() > 1 else y[..., 0]
 
 
+@_on(FUNCTIONS, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+def _matmul(a: Tensor, b: Tensor) -> Any:
+    if not isinstance(b, QTensor) or isinstance(a, QTensor) or b.dim() != 2 or a.dim() < 3:
+        return NotImplemented
+    # torch would repeat b for each matrix of an a whose strides it cannot fold.
+    return torch.nn.functional.linear(a, b.t())
+
+
 @_on(FUNCTIONS, torch.nn.functional.embedding)
 def _embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm: Any = None, *rest: Any, **options: Any) -> Any:
     if not isinstance(weight, QTensor):

@@ -57,7 +57,7 @@ class QuantizedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # nn.Module would register a Parameter beside the property
-            type(self).weight.__set__(self, value)
+            object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
