@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import COMPOSABLE, schemes
+from strategies import COMPOSABLE, make_weight, schemes
 
+import lowbit_kernels.ops  # noqa: F401 - defines the operators
 from lowbit.formats import FORMATS, Float, Table
+from lowbit.grid import Scales, scale_values
 from lowbit.packing import packed_size
 from lowbit.scheme import PLAIN_SCALES, SCHEMES, Scheme
 
@@ -166,3 +168,28 @@ def test_a_format_of_one_sign_is_refused(monkeypatch):
         Scheme("below")
     with pytest.raises(ValueError, match="a scale in below could not be positive"):
         Scheme("int4", scale="below")
+
+
+# ---- a format of one's own -----------------------------------------------------------------------------------------
+
+
+def test_one_line_makes_a_format(monkeypatch):
+    w = torch.from_numpy(make_weight("normal", 6, 40, 0))
+    x = torch.eye(40, dtype=torch.float64)
+    for bias in (None, 3):  # the second takes the place of the first: nothing that was kept may speak for it
+        monkeypatch.setitem(FORMATS, "fp5_e1m3", Float("fp5_e1m3", 1, 3, bias=bias))
+        scheme = Scheme.parse("fp5_e1m3:g16:bf16")
+        assert scheme == Scheme(FORMATS["fp5_e1m3"], 16)
+        assert scheme.fmt.max == 15 / 4 / 2 ** (bias or 0)
+        parts = torch.ops.lowbit.quantize(w, str(scheme), "range")
+        packed, scale = parts[:2]
+        values = torch.ops.lowbit.dequantize(packed, scale, None, None, str(scheme), "canonical", 40, torch.float64)
+        s = scale_values(scheme, Scales(scale)).double().repeat_interleave(16, -1)[:, :40]
+        assert bool(((values / s).abs() <= scheme.fmt.max).all())
+        clipped = w.double().clamp(-s * scheme.fmt.max, s * scheme.fmt.max)
+        assert bool(((values - clipped).abs() <= s * scheme.fmt.max / 15 / 2 * (1 + 30 * 2 * 2.0**-24)).all())
+        y = torch.ops.lowbit.linear(x, packed, scale, None, None, None, str(scheme), "canonical")
+        assert torch.equal(y, values.t())
+    monkeypatch.delitem(FORMATS, "fp5_e1m3")
+    with pytest.raises(ValueError, match="no format named 'fp5_e1m3'; did you mean"):
+        Scheme.parse("fp5_e1m3:g16:bf16")
