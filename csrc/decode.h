@@ -25,9 +25,8 @@ LOWBIT_INLINE int64_t packed_size(int bits, int64_t n) {
   return bytes;
 }
 
-// A multiple of this many codes starts on a byte in every plane.
-template <int bits>
-constexpr int byte_aligned_codes = 8 / (bits & -bits);
+// A multiple of this many codes starts on a byte in every plane: the narrowest plane's codes in a byte.
+LOWBIT_INLINE constexpr int byte_aligned_codes(int bits) { return 8 / (bits & -bits); }
 
 // Adds the plane of `width` bits, where there is one, to code i of a row of n codes, and goes on to the next plane.
 template <int bits, int width>
@@ -63,7 +62,7 @@ LOWBIT_INLINE void unpack_plane(const uint8_t* __restrict plane, int shift, int 
     codes[i] |= ((plane[i / per_byte] >> (i % per_byte * width)) & mask) << shift;
 }
 
-// Codes first .. first + count - 1 of a row of n codes; first is a multiple of byte_aligned_codes<bits>.
+// Codes first .. first + count - 1 of a row of n codes; first is a multiple of byte_aligned_codes(bits).
 template <int bits>
 LOWBIT_INLINE void unpack(const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
   memset(codes, 0, count);

@@ -63,7 +63,9 @@ Numbers numbers_of(const Tensor& t, const char* name) {
     case ScalarType::BFloat16: numbers.stored = Stored::bfloat16; break;
     case ScalarType::Half: numbers.stored = Stored::float16; break;
     case ScalarType::Byte: numbers.stored = Stored::bytes; break;
-    default: STD_TORCH_CHECK(false, name, " must be float32, bfloat16, float16 or uint8, got ", torch::headeronly::toString(t.scalar_type()));
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, bfloat16, float16 or uint8, got ",
+                      torch::headeronly::toString(t.scalar_type()));
   }
   return numbers;
 }
@@ -74,7 +76,8 @@ bool is_float(const Tensor& t) {
 
 // Rows may lie apart (a slice of a weight), the elements of a row may not.
 Tensor with_dense_rows(const Tensor& t) {
-  return t.dim() == 0 || t.numel() == 0 || t.stride(t.dim() - 1) == 1 || t.size(t.dim() - 1) == 1 ? t : torch::stable::contiguous(t);
+  const int64_t last = t.dim() - 1;
+  return last < 0 || t.numel() == 0 || t.stride(last) == 1 || t.size(last) == 1 ? t : torch::stable::contiguous(t);
 }
 
 void check_weight_matrix(const Tensor& t, const char* name, int64_t rows, int64_t columns) {
@@ -114,7 +117,8 @@ void finish(const float* sums, const Tensor& y, const Linear& a, const Numbers* 
 Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any, std::optional<Tensor> outer,
               std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
               std::string instructions) {
-  STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && is_float(x_any), "x must be float32, bfloat16 or float16 [..., K] on the CPU");
+  STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && is_float(x_any),
+                  "x must be float32, bfloat16 or float16 [..., K] on the CPU");
   STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
   STD_TORCH_CHECK(values.is_cpu() && values.scalar_type() == ScalarType::Float && values.dim() == 1 && values.is_contiguous(),
                   "values must be contiguous float32 [2^bits] on the CPU");
@@ -122,7 +126,8 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
 
   Linear a = {};
   while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
-  STD_TORCH_CHECK(a.bits >= 1 && 1 << a.bits == values.numel(), "values must hold 2^bits numbers for 1..8 bits, got ", values.numel());
+  STD_TORCH_CHECK(a.bits >= 1 && 1 << a.bits == values.numel(),
+                  "values must hold 2^bits numbers for 1..8 bits, got ", values.numel());
   a.values = values.const_data_ptr<float>();
   a.codes = codes_of(a.values, a.bits);
   a.n = packed.size(0);
@@ -141,7 +146,8 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   a.packed = static_cast<const uint8_t*>(packed.const_data_ptr());
   a.packed_stride = packed.stride(0);
   a.scale = numbers_of(scale, "scale");
-  STD_TORCH_CHECK((a.scale.stored == Stored::bytes) == scale_values.has_value(), "scale_values go with scales of uint8, and only with them");
+  STD_TORCH_CHECK((a.scale.stored == Stored::bytes) == scale_values.has_value(),
+                  "scale_values go with scales of uint8, and only with them");
   if (scale_values) {
     STD_TORCH_CHECK(scale_values->is_cpu() && scale_values->scalar_type() == ScalarType::Float && scale_values->numel() == 256 &&
                         scale_values->is_contiguous(),
@@ -156,7 +162,8 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
     a.zero_point = numbers_of(zero, "zero_point");
   }
   if (outer) {
-    STD_TORCH_CHECK(outer->is_cpu() && outer->numel() == 1 && outer->scalar_type() == ScalarType::Float, "outer must be one float32 on the CPU");
+    STD_TORCH_CHECK(outer->is_cpu() && outer->numel() == 1 && outer->scalar_type() == ScalarType::Float,
+                    "outer must be one float32 on the CPU");
     a.outer = *outer->const_data_ptr<float>();
     a.has_outer = true;
   }

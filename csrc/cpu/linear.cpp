@@ -5,7 +5,6 @@
 // end of the row. No sum depends on the number of threads.
 #include "linear.h"
 
-#include "../decode.h"
 #include "vectors.h"
 
 namespace lowbit::cpu::LOWBIT_SET {

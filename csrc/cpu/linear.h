@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../decode.h"
+
 namespace lowbit::cpu {
 
 constexpr int block = 32;  // codes taken at a time
@@ -47,10 +49,9 @@ struct Span {
 };
 
 static inline Span span_of(const Linear& linear, int64_t g) {
-  const int align = linear.codes == Codes::nibbles ? 2 : linear.codes == Codes::table ? 8 / (linear.bits & -linear.bits) : 1;
   const int64_t start = g * linear.group;
   const int64_t count = linear.k - start < linear.group ? linear.k - start : linear.group;
-  const int64_t lead = start % align;
+  const int64_t lead = start % byte_aligned_codes(linear.bits);
   return {start - lead, lead, count, (lead + count + block - 1) / block};
 }
 

@@ -19,12 +19,14 @@ using namespace lowbit::cuda;
 
 // Rows may lie apart (a slice of a weight), the elements of a row may not.
 Tensor with_dense_rows(const Tensor& t) {
-  return t.dim() == 0 || t.numel() == 0 || t.stride(t.dim() - 1) == 1 || t.size(t.dim() - 1) == 1 ? t : torch::stable::contiguous(t);
+  const int64_t last = t.dim() - 1;
+  return last < 0 || t.numel() == 0 || t.stride(last) == 1 || t.size(last) == 1 ? t : torch::stable::contiguous(t);
 }
 
 void check_matrix(const Tensor& t, const char* name, const Tensor& x, int64_t rows, int64_t columns) {
-  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == x.get_device_index() && t.dim() == 2 && t.size(0) == rows && t.size(1) == columns,
-                  name, " must be on the device of x and [", rows, ", ", columns, "]");
+  const bool right_shape = t.dim() == 2 && t.size(0) == rows && t.size(1) == columns;
+  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == x.get_device_index() && right_shape, name,
+                  " must be on the device of x and [", rows, ", ", columns, "]");
 }
 
 bool on_16_bytes(const void* data, int64_t stride) { return (reinterpret_cast<uintptr_t>(data) | stride) % 16 == 0; }
@@ -32,8 +34,8 @@ bool on_16_bytes(const void* data, int64_t stride) { return (reinterpret_cast<ui
 template <int bits, typename T>
 void launch(const Gemv& a, cudaStream_t stream) {
   constexpr int chunk = 128 / bits;
-  const bool is_aligned = on_16_bytes(a.packed, a.packed_stride) && on_16_bytes(a.x, 0) && a.k % chunk == 0 && a.group % chunk == 0 &&
-                          a.k < (int64_t{1} << 31);
+  const bool is_aligned = on_16_bytes(a.packed, a.packed_stride) && on_16_bytes(a.x, 0) && a.k % chunk == 0 &&
+                          a.group % chunk == 0 && a.k < (int64_t{1} << 31);
   const auto blocks = [&](int rows) { return static_cast<unsigned>((a.n + rows - 1) / rows); };
   if (!is_aligned) {
     any<bits, T><<<blocks(1), warps * 32, 0, stream>>>(a);
@@ -48,8 +50,8 @@ void launch(const Gemv& a, cudaStream_t stream) {
   }
 }
 
-Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any, std::optional<Tensor> bias_any, int64_t bits,
-              bool is_signed, int64_t group_size) {
+Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any,
+              std::optional<Tensor> bias_any, int64_t bits, bool is_signed, int64_t group_size) {
   const ScalarType dtype = x_any.scalar_type();
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
                   "x must be float16 or bfloat16 [..., K] on a CUDA device");
@@ -84,13 +86,16 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
     case ScalarType::Float: a.scale_stored = Stored::float32; break;
     case ScalarType::BFloat16: a.scale_stored = Stored::bfloat16; break;
     case ScalarType::Half: a.scale_stored = Stored::float16; break;
-    default: STD_TORCH_CHECK(false, "scale must be float32, bfloat16 or float16, got ", torch::headeronly::toString(scale.scalar_type()));
+    default:
+      STD_TORCH_CHECK(false, "scale must be float32, bfloat16 or float16, got ",
+                      torch::headeronly::toString(scale.scalar_type()));
   }
   Tensor zero = scale, bias = scale;  // kept until the launch
   if (zero_any) {
     zero = with_dense_rows(*zero_any);
     check_matrix(zero, "zero_point", x, a.n, groups);
-    STD_TORCH_CHECK(zero.scalar_type() == ScalarType::Byte, "zero_point must be uint8, got ", torch::headeronly::toString(zero.scalar_type()));
+    STD_TORCH_CHECK(zero.scalar_type() == ScalarType::Byte, "zero_point must be uint8, got ",
+                    torch::headeronly::toString(zero.scalar_type()));
     a.zero_point = static_cast<const uint8_t*>(zero.const_data_ptr());
     a.zero_stride = zero.stride(0);
   }
