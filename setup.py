@@ -195,7 +195,8 @@ def extensions() -> list[Extension]:
         raise SystemExit(f"LOWBIT_CUDA must be 0 (leave the CUDA library out) or 1 (build it), got {cuda!r}")
     if sys.platform == "win32":
         return []
-    headers = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*.h"))]
+    # All of csrc, so that an sdist made without nvcc holds the CUDA sources too.
+    everything = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*.*")) if path.suffix != ".pyc"]
     kinds = {"cpu": ("_C", "*.cpp", True), "cuda": ("_C_cuda", "*.cu", cuda != "1")}
     if cuda == "0" or (cuda == "" and not (nvcc() and torch_has_cuda())):
         del kinds["cuda"]
@@ -203,7 +204,7 @@ def extensions() -> list[Extension]:
         Extension(
             f"lowbit_kernels.{name}",
             [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc" / kind).glob(pattern))],
-            depends=headers,
+            depends=everything,
             optional=optional,
         )
         for kind, (name, pattern, optional) in kinds.items()
@@ -232,7 +233,8 @@ class BuildLibraries(build_ext):
         commands = make(out, temp)
         out.parent.mkdir(parents=True, exist_ok=True)
         temp.mkdir(parents=True, exist_ok=True)
-        carry_out(commands, temp, [str((ROOT / path).absolute()) for path in [*ext.sources, *ext.depends]])
+        headers = [path for path in ext.depends if path.endswith((".h", ".cuh"))]
+        carry_out(commands, temp, [str((ROOT / path).absolute()) for path in [*ext.sources, *headers]])
 
 
 class TaggedWheel(bdist_wheel):
