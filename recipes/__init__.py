@@ -1,0 +1,1 @@
+"""Recipes to copy: each file says in a comment when to pick it."""
