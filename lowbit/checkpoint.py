@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes: i
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be an int of at least 1, got {max_shard_bytes!r}")
     found = Inventory(model)
-    extras = None
+    extras: Callable[[Path], None] | None = None
     if is_pretrained(model):
         extras = functools.partial(write_config, model, quantized=bool(found.header.quantized))
     write_files(Path(folder), found.tensors, found.header, max_shard_bytes, extras)
@@ -60,7 +61,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None, device:
     """
     path = Path(folder)
     where = None if device is None else torch.device(device)
-    with open_files(path) as files:
+    # Tensors that are made in inference mode could never meet autograd again.
+    with torch.inference_mode(False), open_files(path) as files:
         assembly = Assembly(built(path) if model is None else model, files, where)
         assembly.read()
         return assembly.carry_out().eval()

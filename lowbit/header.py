@@ -202,6 +202,8 @@ def _entry(entry: Any, formats: dict[str, Any], what: str) -> Entry:
         )
     except ValueError as error:
         raise CheckpointError(f"{what}: {error}") from error
+    if activation is not None and activation.group_size >= 1 << 31:
+        raise CheckpointError(f"{what}: group_size {activation.group_size} of the activation is larger than any memory")
     for name in found.formats():
         if name not in formats:
             raise CheckpointError(f"{what}: the header has no table of the format {name!r}")

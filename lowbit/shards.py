@@ -13,9 +13,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -119,7 +118,9 @@ def _read_index(path: Path) -> dict[str, str]:
 # ---- writing ---------------------------------------------------------------------------------------------------
 
 
-def write_files(folder: Path, tensors: Sequence[Stored], header: Header, limit: int, extras: Any = None) -> None:
+def write_files(
+    folder: Path, tensors: Sequence[Stored], header: Header, limit: int, extras: Callable[[Path], None] | None = None
+) -> None:
     """Replace the checkpoint in ``folder``. ``extras(staging)`` writes further files (config.json) into a folder.
 
     ``limit``: bytes of tensors in a file; a larger tensor has a file of its own. Raises ``OSError`` that names the file
@@ -131,7 +132,8 @@ def write_files(folder: Path, tensors: Sequence[Stored], header: Header, limit: 
     staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
     try:
         if extras is not None:
-            extras(staging)
+            with named_errors(staging):
+                extras(staging)
         others = sorted(path.name for path in staging.iterdir())
         for name in others:
             with open(staging / name, "rb+") as file:

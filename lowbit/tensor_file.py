@@ -252,6 +252,4 @@ class named_errors:  # noqa: N801 - reads as a function in a with statement
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError) and error.filename is None:
-            raise type(error)(
-                error.errno, f"could not write the checkpoint: {error.strerror or error}", str(self.path)
-            ) from error
+            raise OSError(error.errno, f"could not write the checkpoint: {error.strerror or error}", str(self.path)) from error

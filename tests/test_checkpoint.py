@@ -285,6 +285,22 @@ def test_the_device_argument(tmp_path):
     assert loaded[0].weight.device.type == "meta"
 
 
+def test_loading_within_inference_mode_and_into_a_quantized_model(tmp_path):
+    model = models.llama()
+    lowbit.quantize_(model, "int4")
+    lowbit.save(model, tmp_path)
+    with torch.inference_mode(), torch.device("meta"):
+        loaded = lowbit.load(tmp_path)
+    same(model, loaded)
+    assert not any(tensor.is_inference() for tensor in loaded.parameters())
+    with torch.no_grad():
+        loaded.model.norm.weight.zero_()
+    assert lowbit.load(tmp_path, model=loaded) is loaded
+    same(model, loaded)
+    lowbit.save(loaded, tmp_path)  # over the files that it came from
+    same(model, lowbit.load(tmp_path))
+
+
 @pytest.mark.gpu
 def test_tensors_go_to_the_device_and_come_back_from_it(tmp_path):
     model = models.llama()

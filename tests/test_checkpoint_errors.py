@@ -205,6 +205,10 @@ HEADERS = {
     "outer": (weight(outer=True), "outer=True stands above scales in a narrow format"),
     "a missing field": (lambda entries, header: header["quantized"]["0"].pop("shape"), "shape is missing or of the wrong type"),
     "an activation": (lambda entries, header: header["quantized"]["1"].update(activation="int99"), "no scheme named 'int99'"),
+    "a huge group of inputs": (
+        lambda entries, header: header["quantized"]["1"].update(activation=f"int8:g{1 << 40}:bf16"),
+        "of the activation is larger than any memory",
+    ),
     "a layer more": (lambda e, header: header["quantized"].update(x=header["quantized"]["0"]), "x is quantized in the file"),
     "a layer less": (lambda e, header: header["quantized"].pop("0"), r"missing from the file: 0\.weight"),
     "an alias of nothing": (top(aliases={"2.weight": "gone"}), "2.weight is to share the tensor gone|stands"),

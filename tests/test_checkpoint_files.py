@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import generate_golden
+import models
 import numpy as np
 import pytest
 import safetensors
@@ -278,6 +279,22 @@ def _specs(folder: Path) -> list:
         found += list(file.specs.items())
         file.close()
     return found
+
+
+def test_a_full_disk_is_named_whatever_is_being_written(tmp_path, monkeypatch):
+    model = models.llama()
+    lowbit.save(model, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(folder: Path) -> None:
+        (folder / "config.json").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(model.config.__class__, "save_pretrained", lambda config, folder: full(folder))
+    with pytest.raises(OSError, match=f"could not write the checkpoint: No space left on device: '{tmp_path}") as caught:
+        lowbit.save(model, tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
