@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit import quantize_, save, trace_kernels
+from lowbit import QLinear, quantize_, save, trace_kernels
 
 from .exam import Answers, Question, read_exam, sample, take_exam
 from .generation import Speed, decode_speed
@@ -28,7 +28,6 @@ TOY_DATA = Path(__file__).parent / "toy" / "data"
 TOY_TEXT = TOY_DATA / "heldout.txt"
 """Text of its world that it was not trained on."""
 
-FLOAT = "float"
 PROMPT = 64  # rows of x that stand for a prompt
 Progress = Callable[[str, int, int], None]
 
@@ -77,7 +76,7 @@ class Outcome:
     """One model, measured.
 
     Attributes:
-        recipe: what it was quantized by; ``"float"`` for the model as it came.
+        recipe: what it was quantized by; ``"float"`` for the model as it came, ``"as loaded"`` where that was quantized.
         bits_per_weight: stored bits of a weight of the layers that the recipe changed, scales included.
         file_bytes: what its weights take on the disk, written by :func:`lowbit.save`; None where not asked for.
         difference: the accuracy against the float model on the same questions; None for the float model.
@@ -138,11 +137,11 @@ def compare(
     baseline: Answers | None = None
     for what in (None, *recipes):
         start = time.perf_counter()
-        name = FLOAT if what is None else str(getattr(what, "name", what))
         model = load().eval()
+        name = _name(model) if what is None else str(getattr(what, "name", what))
         if device is not None:
             model = model.to(device)
-        bits = _float_bits(model) if what is None else _quantized_bits(model, what)
+        bits = _bits_as_loaded(model) if what is None else _quantized_bits(model, what)
         outcome = _measure(model, tokenizer, material, name, files, speed, progress)
         del model
         baseline = baseline or outcome["answers"]
@@ -151,9 +150,16 @@ def compare(
         yield Outcome(recipe=name, bits_per_weight=bits, difference=difference, seconds=seconds, **outcome)
 
 
-def _float_bits(model: nn.Module) -> float:
-    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    return 8 * sum(w.nbytes for w in weights) / max(sum(w.numel() for w in weights), 1)
+def _name(model: nn.Module) -> str:
+    return "as loaded" if any(isinstance(module, QLinear) for module in model.modules()) else "float"
+
+
+def _bits_as_loaded(model: nn.Module) -> float:
+    """Of the linear layers; where some are quantized, of these."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    layers = [layer for layer in layers if isinstance(layer, QLinear)] or layers
+    bits = [getattr(layer.weight, "bits_per_weight", 8 * layer.weight.element_size()) * layer.weight.numel() for layer in layers]
+    return sum(bits) / max(sum(layer.weight.numel() for layer in layers), 1)
 
 
 def _quantized_bits(model: nn.Module, what: Any) -> float:

@@ -1,7 +1,7 @@
 """The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``eval``, ``env``, ``formats``.
 
 Results go to stdout (with ``--json`` nothing but JSON), everything else to stderr. Exit codes: 0 for success, 1 for work
-that failed, 2 for a command line that makes no sense, 130 for an interrupt, 141 where the reader of stdout went away.
+that failed or whose output nobody read to the end, 2 for a command line that makes no sense, 130 for an interrupt.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # Python flushes stdout once more as it exits, and would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 1
     except (KeyboardInterrupt, typer.Abort):
         return _failed("interrupted", 130)
     except Exception as error:

@@ -22,6 +22,8 @@ def quantize(
     """Quantize a model and write it with its configuration and tokenizer: lowbit.load(FOLDER) is ready to use."""
     what = parse_recipe(recipe)
     _check_output(output, model)
+    if is_quantized(model):
+        raise typer.BadParameter(f"{model} is quantized already: give its float model")
     import lowbit
 
     start = time.perf_counter()

@@ -1,0 +1,242 @@
+"""The command line: what each command prints, its JSON, its exit codes, its errors of one line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit
+from lowbit.command import run
+
+transformers = pytest.importorskip("transformers")
+WORDS = [f"w{i}" for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny llama and a tokenizer of words."""
+    import tokenizers
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    vocabulary = {word: i for i, word in enumerate(["?", *WORDS, *"ABCD"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an exam and a text."""
+    folder = tmp_path_factory.mktemp("material")
+    for split in ("dev", "test"):
+        (folder / split).mkdir()
+        with (folder / split / f"words_{split}.csv").open("w", newline="", encoding="utf-8") as table:
+            csv.writer(table).writerows([WORDS[i], *WORDS[i : i + 4], "ABCD"[i % 4]] for i in range(12))
+    (folder / "text.txt").write_text(" ".join(WORDS[i * i % 40] for i in range(600)), encoding="utf-8")
+    return folder
+
+
+def parsed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    """The JSON that a command prints; it must succeed and print nothing else."""
+    assert run([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def failed(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
+    """The one line that a command leaves on stderr as it fails with ``code``."""
+    assert run([*map(str, arguments)]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("lowbit: error: ")
+    return lines[0]
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_plan(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = parsed(capsys, "plan", model, "-r", "int4_g32", "--device", "cpu")
+    expected = lowbit.plan(transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto"), "int4_g32")
+    assert found == json.loads(json.dumps(expected.to_dict()))
+    assert run(["plan", str(model), "-r", "int8"]) == 0
+    assert "7 of 9 layers quantized" in capsys.readouterr().out
+
+
+def test_quantize_then_load(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    found = parsed(capsys, "quantize", model, "--recipe", "int4_g32", "-o", out)
+    assert found["file_bytes"] == (out / "model.safetensors").stat().st_size
+    assert sum(layer["target"] is not None for layer in found["plan"]["layers"]) == 7
+
+    expected = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    lowbit.quantize_(expected, "int4_g32")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("w1 w2 w3 A", return_tensors="pt")["input_ids"]
+    assert ids.tolist() == [[2, 3, 4, 41]]
+    with torch.no_grad():
+        assert torch.equal(lowbit.load(out)(ids).logits, expected(ids).logits)
+
+    assert run(["quantize", str(model), "-r", "int8", "-o", str(out)]) == 0  # what lowbit wrote it may replace
+    assert "7 of 9 layers quantized" in capsys.readouterr().out
+
+
+def test_inspect(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantized = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    carried = lowbit.quantize_(quantized, {"*mlp*": "mxfp4", "*": "int8_dynamic_activation_int8_weight"})
+    lowbit.save(quantized, tmp_path)
+    found = parsed(capsys, "inspect", tmp_path)
+    bits = {layer["name"]: layer["bits_per_weight"] for layer in found["layers"]}
+    assert bits == pytest.approx({layer.name: layer.bits_per_weight for layer in carried.changed})
+    assert found["quantized_bytes"] == sum(layer["bytes"] for layer in found["layers"])
+    assert sum(found["files"].values()) > found["quantized_bytes"] + found["other_bytes"]
+    assert parsed(capsys, "inspect", tmp_path / "model.safetensors")["layers"] == found["layers"]
+    assert run(["inspect", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "fp4_e2m1:g32:e8m0" in printed
+    assert "x int8:row:fp32" in printed
+    assert "7 quantized layers" in printed
+
+
+def test_eval(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["eval", model, "--data", material, "--text", material / "text.txt", "--limit", 5, "--context", 32]
+    report = tmp_path / "report.json"
+    found = parsed(capsys, *arguments, "--recipes", "int8,int3_g32", "--shots", 2, "--report", report)
+    assert json.loads(report.read_text()) == found
+    assert [outcome["recipe"] for outcome in found["outcomes"]] == ["float", "int8", "int3_g32"]
+    assert {outcome["exam"]["questions"] for outcome in found["outcomes"]} == {5}
+    assert found["outcomes"][0]["exam"]["difference"] is None
+    assert found["outcomes"][2]["exam"]["difference"]["n"] == 5
+    assert run([*map(str, arguments), "-r", "nf4"]) == 0
+    assert "nf4" in capsys.readouterr().out
+
+
+def test_eval_of_a_quantized_folder(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parsed(capsys, "quantize", model, "-r", "int4_g32", "-o", tmp_path / "out")
+    where = ["--data", material, "--text", material / "text.txt", "--chunks", 2, "--context", 16]
+    (only,) = parsed(capsys, "eval", tmp_path / "out", "--recipes", "", *where)["outcomes"]
+    assert only["recipe"] == "as loaded"
+    assert sum(only["kernels"]["decode"].values()) == 7
+    assert "quantized already" in failed(capsys, 2, "eval", tmp_path / "out", *where)
+    assert "quantized already" in failed(capsys, 2, "quantize", tmp_path / "out", "-o", tmp_path / "more")
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    found = parsed(capsys, "env")
+    assert found["versions"]["torch"] == torch.__version__
+    kernels = {kernel["name"]: kernel["missing"] for kernel in found["kernels"]}
+    assert kernels["reference_linear"] is None
+    assert run(["env"]) == 0
+    assert capsys.readouterr().out == f"{lowbit.env()}\n"
+    if not torch.cuda.is_available():
+        assert all(kernels[name] for name in kernels if "cuda" in name)
+
+
+def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    found = parsed(capsys, "formats")
+    assert found["formats"].keys() == lowbit.FORMATS.keys()
+    assert found["formats"]["fp8_e5m2"]["values"][-1] == "nan"
+    assert found["schemes"]["int4"] == "uint4:g128:zint:bf16"
+    assert run(["formats"]) == 0
+    printed = capsys.readouterr().out
+    assert [name for name in (*lowbit.FORMATS, *lowbit.SCHEMES) if name not in printed] == []
+
+
+def test_demo(model: Path, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowbit.evals import demo
+
+    read = demo.Material.read
+    monkeypatch.setattr(demo, "TOY", model)
+    monkeypatch.setattr(demo.Material, "read", lambda limit: read(material, material / "text.txt", limit=limit))
+    found = parsed(capsys, "demo", "--limit", 3)
+    assert [outcome["recipe"] for outcome in found["outcomes"]] == ["float", *demo.RECIPES]
+    assert all(outcome["speed"]["tokens_per_second"] > 0 for outcome in found["outcomes"])
+    assert run(["demo", "--limit", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "int8, x int8" in printed
+    assert "2 exam questions" in printed
+    monkeypatch.setattr(demo, "TOY", model / "absent")
+    assert "the model in the box is not in" in failed(capsys, 1, "demo")
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "words"),
+    [
+        (2, ["frobnicate"], "No such command"),
+        (2, ["plan"], "Missing argument"),
+        (2, ["plan", "MODEL", "--recipe", "int44"], "no scheme, recipe or file named 'int44'; did you mean"),
+        (2, ["plan", "MODEL", "--colour"], "No such option"),
+        (2, ["eval", "MODEL", "--shots", "6"], "'--shots'"),
+        (2, ["quantize", "MODEL", "-o", "MODEL"], "is the model itself"),
+        (2, ["quantize", "MODEL", "-o", "MATERIAL"], "holds files that lowbit did not write"),
+        (2, ["quantize", "MODEL", "-o", "MATERIAL/text.txt"], "is a file"),
+        (1, ["plan", "./absent"], "no folder ./absent"),
+        (2, ["plan", "MODEL", "-r", "absent.yaml"], "cannot be read"),
+        (1, ["inspect", "MODEL"], "not written by lowbit.save"),
+        (1, ["inspect", "MATERIAL/text.txt"], "text.txt"),
+        (1, ["inspect", "./absent"], "absent"),
+        (1, ["eval", "MODEL", "--data", "MODEL"], "holds no test/SUBJECT_test.csv"),
+        (1, ["eval", "MODEL", "--data", "MATERIAL", "--text", "absent.txt"], "absent.txt cannot be read"),
+        (
+            1,
+            ["eval", "MODEL", "--data", "MATERIAL", "--text", "MATERIAL/text.txt", "--context", "4096"],
+            "at most the model's 128",
+        ),
+    ],
+)
+def test_errors_are_one_line(
+    model: Path, material: Path, capsys: pytest.CaptureFixture[str], code: int, arguments: list[str], words: str
+) -> None:
+    filled = [argument.replace("MODEL", str(model)).replace("MATERIAL", str(material)) for argument in arguments]
+    assert words in failed(capsys, code, *filled)
+
+
+def test_an_error_that_nobody_foresaw(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise KeyError("lost\nin two lines")
+
+    monkeypatch.setattr(lowbit, "env", broken, raising=False)
+    assert "KeyError" in failed(capsys, 1, "env")
+    monkeypatch.setenv("LOWBIT_TRACEBACK", "1")
+    assert run(["env"]) == 1
+    assert "in broken" in capsys.readouterr().err
+
+
+def test_no_arguments_is_bad_usage_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    assert "quantize" in capsys.readouterr().out
+    assert run(["--help"]) == 0
+    assert run(["--version"]) == 0
+    assert f"lowbit {lowbit.__version__}" in capsys.readouterr().out
+
+
+def test_a_reader_that_goes_away() -> None:
+    program = "from lowbit.command import main; import sys; sys.argv = ['lowbit', 'formats', '--json']; main()"
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 1
+    assert errors == b""
