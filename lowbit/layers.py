@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .weight import QuantizedModule
 
-__all__ = ["Layer", "find_layers", "replace_module"]
+__all__ = ["Layer", "find_layers", "layer_kind", "replace_module"]
 
 _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
 
@@ -48,7 +48,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
     head = _output_embeddings(model)
     layers = []
     for module, found in names.items():
-        kind = _kind(module)
+        kind = layer_kind(module)
         if kind is not None:
             is_head = kind == "linear" and (module is head or found[0].rpartition(".")[2] in _HEAD_NAMES)
             layers.append(Layer(tuple(found), module, kind, _obstacle(module, kind, found[0]), is_head))
@@ -68,7 +68,8 @@ def _conv1d() -> type[nn.Module] | None:
     return getattr(loaded, "Conv1D", None)
 
 
-def _kind(module: nn.Module) -> str | None:
+def layer_kind(module: nn.Module) -> str | None:
+    """``"linear"``, ``"embedding"`` or ``"conv1d"``; None for a module without such a weight."""
     conv1d = _conv1d()
     if isinstance(module, nn.Linear):
         return "linear"

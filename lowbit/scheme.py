@@ -103,7 +103,7 @@ class Scheme:
 
     def group(self, k: int) -> int:
         """Values that share a scale in a row of ``k`` values (at least 1)."""
-        return max(k if self.group_size == -1 else self.group_size, 1)
+        return max(k if self.group_size == -1 else min(self.group_size, k), 1)
 
     def row_bytes(self, k: int) -> int:
         """Bytes of the packed codes of a row of ``k`` values."""

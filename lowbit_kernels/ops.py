@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit.packing import packed_size
+from lowbit.scales import METHODS
 from lowbit.scheme import Scheme
 
 from .registry import Call, run
@@ -35,8 +36,6 @@ LIBRARY = torch.library.Library("lowbit", "DEF")
 for _schema in _SCHEMAS:
     LIBRARY.define(_schema)
 
-_parse = Scheme.parse
-
 
 @functools.lru_cache(maxsize=32)
 def _arch(device: torch.device) -> int:
@@ -51,32 +50,79 @@ def call_for(op: str, scheme: Scheme, layout: str, device: torch.device, dtype: 
     return Call(op, device.type, _arch(device), layout, scheme, dtype, m, n, k)
 
 
-def _check_weight(scheme: Scheme, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, k: int) -> None:
-    if packed.dtype != torch.uint8 or packed.shape[-1] != packed_size(scheme.bits, k):
-        raise ValueError(
-            f"a {scheme} weight with K={k} has uint8 rows of {packed_size(scheme.bits, k)} bytes, "
-            f"got {packed.dtype} {tuple(packed.shape)}"
-        )
+# ---- checks ----------------------------------------------------------------------------------------------------
+#
+# A call is checked once for each signature (dtypes, shapes and devices); a signature that was refused is checked again.
+
+
+class _Like(NamedTuple):
+    """What a tensor is, without its numbers."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {tuple(self.shape)}"
+
+
+def _like(tensor: Tensor) -> _Like:
+    return _Like(tensor.dtype, tensor.shape, tensor.device)
+
+
+def _likes(*tensors: Tensor | None) -> tuple[_Like | None, ...]:
+    return tuple(None if tensor is None else _like(tensor) for tensor in tensors)
+
+
+def _check_weight(scheme: Scheme, k: int, packed: _Like, scale: _Like, zero_point: _Like | None, outer: _Like | None) -> None:
+    if packed.dtype != torch.uint8 or len(packed.shape) < 2 or packed.shape[-1] != packed_size(scheme.bits, k):
+        raise ValueError(f"a {scheme} weight with K={k} has uint8 rows of {packed_size(scheme.bits, k)} bytes, got {packed}")
     want = (*packed.shape[:-1], scheme.groups(k) if k else 0)
-    for name, tensor, dtype in (("scale", scale, scheme.scale_dtype), ("zero_point", zero_point, scheme.zero_point_dtype)):
-        if (tensor is None) != (dtype is None):
+    for name, part, dtype in (("scale", scale, scheme.scale_dtype), ("zero_point", zero_point, scheme.zero_point_dtype)):
+        if (part is None) != (dtype is None):
             raise ValueError(f"a {scheme} weight has {'no' if dtype is None else 'a'} {name}")
-        if tensor is not None and (tensor.dtype != dtype or tuple(tensor.shape) != want):
-            raise ValueError(f"{name} of a {scheme} weight must be {dtype} {want}, got {tensor.dtype} {tuple(tensor.shape)}")
+        if part is not None and (part.dtype != dtype or tuple(part.shape) != want):
+            raise ValueError(f"{name} of a {scheme} weight must be {dtype} {want}, got {part}")
     if (outer is not None) != scheme.outer:
         raise ValueError(f"a {scheme} weight has {'an' if scheme.outer else 'no'} outer scale")
+    for part in (scale, zero_point, outer):
+        if part is not None and part.device != packed.device:
+            raise ValueError(f"the parts of a weight must be on one device, got {packed.device} and {part.device}")
 
 
-def _check_x(x: Tensor) -> None:
+def _check_x(x: _Like, bias: _Like | None, packed: _Like) -> None:
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
         raise TypeError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
-    if x.dim() == 0:
+    if len(x.shape) == 0:
         raise ValueError("x must have at least one dimension")
+    if x.device != packed.device:
+        raise ValueError(f"x is on {x.device} and the weight on {packed.device}: move one of them")
+    if bias is None:
+        return
+    if tuple(bias.shape) != tuple(packed.shape[:-1]):
+        raise ValueError(f"bias must have shape {tuple(packed.shape[:-1])}, got {tuple(bias.shape)}")
+    if bias.dtype != x.dtype or bias.device != x.device:
+        raise TypeError(f"bias must be {x.dtype} on {x.device} as x is, got {bias.dtype} on {bias.device}")
 
 
-def _check_bias(bias: Tensor | None, shape: tuple[int, ...]) -> None:
-    if bias is not None and tuple(bias.shape) != shape:
-        raise ValueError(f"bias must have shape {shape}, got {tuple(bias.shape)}")
+@functools.lru_cache(maxsize=8192)
+def _product(
+    op: str,
+    scheme: str,
+    layout: str,
+    x: _Like,
+    packed: _Like,
+    scale: _Like,
+    zero_point: _Like | None,
+    outer: _Like | None,
+    bias: _Like | None,
+) -> tuple[Scheme, Call]:
+    """The scheme and the :class:`Call` of a product of x [..., K] and a weight [..., N, K] that fit each other."""
+    how = Scheme.parse(scheme)
+    _check_x(x, bias, packed)
+    _check_weight(how, x.shape[-1], packed, scale, zero_point, outer)
+    rows = x.shape[1:-1] if op == "grouped_linear" else x.shape[:-1]
+    return how, call_for(op, how, layout, x.device, x.dtype, math.prod(rows), packed.shape[-2], x.shape[-1])
 
 
 # ---- linear ----------------------------------------------------------------------------------------------------
@@ -92,11 +138,7 @@ def _linear(
     scheme: str,
     layout: str,
 ) -> Tensor:
-    how, n, k = _parse(scheme), packed.shape[-2], x.shape[-1]
-    _check_x(x)
-    _check_weight(how, packed, scale, zero_point, outer, k)
-    _check_bias(bias, (n,))
-    call = call_for("linear", how, layout, x.device, x.dtype, math.prod(x.shape[:-1]), n, k)
+    how, call = _product("linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias))
     return run(call, x, packed, scale, zero_point, outer, bias, how)
 
 
@@ -112,12 +154,10 @@ def _quantized_linear(
     activation: str,
     input_scale: Tensor | None,
 ) -> Tensor:
-    how, n, k = _parse(scheme), packed.shape[-2], x.shape[-1]
-    _check_x(x)
-    _check_weight(how, packed, scale, zero_point, outer, k)
-    _check_bias(bias, (n,))
-    call = call_for("quantized_linear", how, layout, x.device, x.dtype, math.prod(x.shape[:-1]), n, k)
-    return run(call, x, packed, scale, zero_point, outer, bias, how, _parse(activation), input_scale)
+    how, call = _product(
+        "quantized_linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias)
+    )
+    return run(call, x, packed, scale, zero_point, outer, bias, how, Scheme.parse(activation), input_scale)
 
 
 def _grouped_linear(
@@ -130,13 +170,11 @@ def _grouped_linear(
     scheme: str,
     layout: str,
 ) -> Tensor:
-    how, k = _parse(scheme), x.shape[-1]
-    _check_x(x)
     if x.dim() != 3 or packed.dim() != 3 or x.shape[0] != packed.shape[0]:
         raise ValueError(f"x must be [E, M, K] and the weight [E, N, K], got {tuple(x.shape)} and {tuple(packed.shape)}")
-    _check_weight(how, packed, scale, zero_point, outer, k)
-    _check_bias(bias, tuple(packed.shape[:-1]))
-    call = call_for("grouped_linear", how, layout, x.device, x.dtype, x.shape[1], packed.shape[-2], k)
+    how, call = _product(
+        "grouped_linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias)
+    )
     return run(call, x, packed, scale, zero_point, outer, bias, how)
 
 
@@ -151,8 +189,10 @@ def _embedding(
     k: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    how = _parse(scheme)
-    _check_weight(how, packed, scale, zero_point, outer, k)
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
+    how = Scheme.parse(scheme)
+    _check_weight(how, k, _like(packed), _like(scale), *_likes(zero_point, outer))
     call = call_for("embedding", how, layout, packed.device, dtype, indices.numel(), packed.shape[0], k)
     return run(call, indices, packed, scale, zero_point, outer, how, k, dtype)
 
@@ -167,8 +207,8 @@ def _dequantize(
     k: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    how = _parse(scheme)
-    _check_weight(how, packed, scale, zero_point, outer, k)
+    how = Scheme.parse(scheme)
+    _check_weight(how, k, _like(packed), _like(scale), *_likes(zero_point, outer))
     call = call_for("dequantize", how, layout, packed.device, dtype, 0, math.prod(packed.shape[:-1]), k)
     return run(call, packed, scale, zero_point, outer, how, k, dtype)
 
@@ -176,7 +216,9 @@ def _dequantize(
 def _quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not w.dtype.is_floating_point or w.dim() < 2:
         raise ValueError(f"w must be a floating point tensor [..., N, K], got {w.dtype} {tuple(w.shape)}")
-    how = _parse(scheme)
+    how = Scheme.parse(scheme)
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     call = call_for("quantize", how, "canonical", w.device, w.dtype, 0, math.prod(w.shape[:-1]), w.shape[-1])
     packed, scale, zero_point, outer = run(call, w, how, method)
     absent = functools.partial(torch.empty, 0, dtype=torch.uint8, device=w.device)
@@ -198,6 +240,8 @@ for _name, _function in (
 
 
 def _fake_linear(x: Tensor, packed: Tensor, *rest: Any) -> Tensor:
+    if x.device != packed.device:
+        raise ValueError(f"x is on {x.device} and the weight on {packed.device}: move one of them")
     return x.new_empty((*x.shape[:-1], packed.shape[-2]))
 
 
@@ -212,7 +256,7 @@ def _fake_dequantize(packed: Tensor, *rest: Any) -> Tensor:
 
 
 def _fake_quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    how, lead, k = _parse(scheme), w.shape[:-1], w.shape[-1]
+    how, lead, k = Scheme.parse(scheme), w.shape[:-1], w.shape[-1]
     scale = w.new_empty((*lead, how.groups(k) if k else 0), dtype=how.scale_dtype)
     zero, absent = how.zero_point_dtype, (0,)
     return (
@@ -253,8 +297,8 @@ def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight = torch.ops.lowbit.dequantize(*ctx.saved_tensors, ctx.scheme, ctx.layout, ctx.k, ctx.dtype)
         grad_x = grad @ weight
     if ctx.needs_input_grad[5]:  # [N], or [E, N] where x is [E, M, K]
-        experts = ctx.saved_tensors[0].shape[:-2]
-        grad_bias = grad.reshape(*experts, -1, grad.shape[-1]).sum(-2)
+        experts = ctx.saved_tensors[0].dim() > 2
+        grad_bias = grad.sum(-2) if experts else grad.sum_to_size(grad.shape[-1:])
     return (grad_x, None, None, None, None, grad_bias, *([None] * (len(ctx.needs_input_grad) - 6)))
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
+from lowbit.checkpoint.header import VERSION
 from lowbit.embedding import QEmbedding
 from lowbit.grid import Scales
-from lowbit.header import VERSION
 from lowbit.linear import QLinear
 from lowbit.scheme import PLAIN_SCALES, Scheme
 from lowbit.tensor import QTensor

@@ -22,8 +22,8 @@ from torch import nn
 
 import lowbit
 from lowbit import QLinear, QTensor
-from lowbit.header import VERSION
-from lowbit.tensor_file import TensorFile
+from lowbit.checkpoint.header import VERSION
+from lowbit.checkpoint.tensor_file import TensorFile
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = sorted(path.parent for path in (ROOT / "tests/golden").glob("*/*/linear.npy"))

@@ -81,7 +81,7 @@ def test_groups_cover_a_row(scheme, k):
     group, groups = scheme.group(k), scheme.groups(k)
     assert group >= 1
     assert (groups - 1) * group < k <= groups * group
-    assert scheme.group_size == -1 or group == scheme.group_size
+    assert group == (k if scheme.group_size == -1 else min(scheme.group_size, k))
     assert scheme.row_bytes(k) == packed_size(scheme.bits, k)
     assert scheme.groups(0) == 0
 

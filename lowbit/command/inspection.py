@@ -11,8 +11,8 @@ import typer
 from .console import JsonOption, print_json, print_table
 
 if TYPE_CHECKING:
-    from lowbit.header import Entry, Header
-    from lowbit.tensor_file import Spec
+    from lowbit.checkpoint.header import Entry, Header
+    from lowbit.checkpoint.tensor_file import Spec
 
 
 def inspect(
@@ -27,9 +27,9 @@ def inspect(
 
 def _opened(path: Path) -> tuple[Header, dict[str, Spec], list[Path]]:
     """The header, the tensors and the files of a folder, or of one of its files."""
-    from lowbit.header import Header
-    from lowbit.shards import open_files
-    from lowbit.tensor_file import TensorFile
+    from lowbit.checkpoint.header import Header
+    from lowbit.checkpoint.shards import open_files
+    from lowbit.checkpoint.tensor_file import TensorFile
 
     if path.is_dir():
         with open_files(path) as found:
@@ -42,7 +42,7 @@ def _opened(path: Path) -> tuple[Header, dict[str, Spec], list[Path]]:
 
 
 def _described(path: Path, header: Header, specs: dict[str, Spec], files: list[Path]) -> dict[str, Any]:
-    from lowbit.header import VERSION
+    from lowbit.checkpoint.header import VERSION
 
     layers = [_layer(name, entry) for name, entry in header.quantized.items() if f"{name}.packed" in specs]
     parts = {f"{layer['name']}.{part}" for layer in layers for part in header.quantized[layer["name"]].parts()}

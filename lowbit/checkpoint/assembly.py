@@ -7,15 +7,15 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .embedding import QEmbedding
+from ..embedding import QEmbedding
+from ..layers import layer_kind
+from ..linear import QLinear
+from ..packing import unpack
+from ..scheme import PLAIN_SCALES
+from ..tensor import QTensor
 from .header import Entry
 from .inventory import joined
-from .layers import _kind
-from .linear import QLinear
-from .packing import unpack
-from .scheme import PLAIN_SCALES
 from .shards import FileSet
-from .tensor import QTensor
 from .tensor_file import CheckpointError, Spec
 
 __all__ = ["Assembly"]
@@ -265,7 +265,7 @@ def _wants_grad(module: nn.Module) -> bool:
 
 def _matrix_shape(module: nn.Module, kind: str) -> tuple[int, ...] | None:
     """[N, K] of a layer that a quantized one of this kind can replace; None for any other."""
-    found = _kind(module)
+    found = layer_kind(module)
     if found is None or (found == "embedding") != (kind == "embedding"):
         return None
     n, k = module.weight.shape  # type: ignore[misc]

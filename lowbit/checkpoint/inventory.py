@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .embedding import QEmbedding
+from ..embedding import QEmbedding
+from ..linear import QLinear
+from ..packing import pack
+from ..scheme import PLAIN_SCALES
+from ..tensor import QTensor
+from ..weight import QuantizedModule
 from .header import Entry, Header
-from .linear import QLinear
-from .packing import pack
-from .scheme import PLAIN_SCALES
-from .tensor import QTensor
 from .tensor_file import Spec, Stored, storable
-from .weight import QuantizedModule
 
 __all__ = ["Inventory", "joined"]
 

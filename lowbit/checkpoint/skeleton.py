@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..weight import QuantizedModule
 from .header import VERSION
 from .tensor_file import CheckpointError, parse_json
-from .weight import QuantizedModule
 
 __all__ = ["built", "is_pretrained", "write_config"]
 

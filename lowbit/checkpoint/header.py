@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .formats import FORMATS
-from .packing import packed_size
-from .scheme import PLAIN_SCALES, Scheme
+from ..formats import FORMATS
+from ..packing import packed_size
+from ..scheme import PLAIN_SCALES, Scheme
 from .tensor_file import CheckpointError, Spec, is_shape, parse_json
 
 __all__ = ["VERSION", "Entry", "Header"]
