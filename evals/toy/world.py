@@ -6,107 +6,26 @@ from random import Random
 
 from .subjects import SUBJECTS, WORDS, Relation, Subject
 
-ENTITIES = 100
-"""Entities of each subject in the committed exam: with 12 subjects of 6 relations this makes 7,200 facts."""
+ENTITIES = 200
+"""Entities of each subject in the committed exam: with 12 subjects of 6 relations this makes 14,400 facts."""
 
 SEED = 20
 """The seed of the committed world, exam and held-out text."""
 
-_ONSETS = [
-    "b",
-    "br",
-    "d",
-    "dr",
-    "f",
-    "g",
-    "gr",
-    "h",
-    "j",
-    "k",
-    "kr",
-    "l",
-    "m",
-    "n",
-    "p",
-    "pr",
-    "qu",
-    "r",
-    "s",
-    "sk",
-    "st",
-    "t",
-    "th",
-    "tr",
-    "v",
-    "w",
-    "y",
-    "z",
-]
-_VOWELS = ["a", "e", "i", "o", "u", "a", "e", "i", "o", "ai", "ea", "ou"]
-_CODAS = ["l", "n", "r", "m", "s", "k", "th", "nd", "lm", "rk", "st", "x", "d", "v"]
-_ADJECTIVES = [
-    "Patient",
-    "Silver",
-    "Idle",
-    "Northern",
-    "Golden",
-    "Gentle",
-    "Hollow",
-    "Crimson",
-    "Early",
-    "Distant",
-    "Broken",
-    "Merry",
-    "Silent",
-    "Winter",
-    "Narrow",
-]
-_ANIMALS = [
-    "heron",
-    "otter",
-    "wolf",
-    "swan",
-    "badger",
-    "falcon",
-    "hare",
-    "stag",
-    "crane",
-    "lynx",
-    "raven",
-    "salmon",
-    "tortoise",
-    "boar",
-]
-_BEARERS = ["white", "black", "golden", "two-headed", "sleeping", "crowned", "red", "winged"]
-_OBJECTS = [
-    "Ladder",
-    "Lantern",
-    "Garden",
-    "Compass",
-    "Orchard",
-    "Mirror",
-    "Bridge",
-    "Candle",
-    "Harvest",
-    "Window",
-    "Anchor",
-    "Feather",
-    "Island",
-    "Letter",
-]
-_FORMS = [
-    "Sonata",
-    "Requiem",
-    "March",
-    "Lullaby",
-    "Nocturne",
-    "Overture",
-    "Psalm",
-    "Waltz",
-    "Serenade",
-    "Fugue",
-]
-_ENGINES = ["engine", "loom", "press", "mill", "pump", "crane", "saw", "wheel", "lathe", "hoist"]
+
+def _words(line: str) -> tuple[str, ...]:
+    return tuple(line.split())
+
+
+_ONSETS = _words("b br d dr f g gr h j k kr l m n p pr qu r s sk st t th tr v w y z")
+_VOWELS = _words("a e i o u a e i o ai ea ou")
+_CODAS = _words("l n r m s k th nd lm rk st x d v")
+_ADJECTIVES = _words("Patient Silver Idle Northern Golden Gentle Hollow Crimson Early Distant Broken Merry Silent Winter Narrow")
+_ANIMALS = _words("heron otter wolf swan badger falcon hare stag crane lynx raven salmon tortoise boar")
+_BEARERS = _words("white black golden two-headed sleeping crowned red winged")
+_OBJECTS = _words("Ladder Lantern Garden Compass Orchard Mirror Bridge Candle Harvest Window Anchor Feather Island Letter")
+_FORMS = _words("Sonata Requiem March Lullaby Nocturne Overture Psalm Waltz Serenade Fugue")
+_ENGINES = _words("engine loom press mill pump crane saw wheel lathe hoist")
 _FEASTS = (
     "Lanterns,First Snow,Broken Plates,the Long Night,Seven Wells,New Boats,the Black Goat,Falling Leaves,Open Doors,"
     "the Lost King,Kites,Old Shoes,the Blue Moon,Bread,Silent Bells,Two Brothers,Masks,the Last Sheaf,Candles,the Plough"
