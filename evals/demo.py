@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.table import Table
 
@@ -38,11 +38,10 @@ def run(*, limit: int | None = None, recipes: Sequence[str] = RECIPES, progress:
         raise FileNotFoundError(f"the model in the box is not in {TOY}: make it with python -m lowbit.evals.toy.train")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    def load() -> Any:
-        return AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
-
+    model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(TOY, local_files_only=True)
-    yield from compare(load, tokenizer, recipes, Material.read(limit=limit), files=True, speed=True, progress=progress)
+    material = Material.read(limit=limit)
+    yield from compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, files=True, speed=True, progress=progress)
 
 
 def table(outcomes: Sequence[Outcome], title: str = "") -> Table:

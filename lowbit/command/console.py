@@ -20,8 +20,8 @@ __all__ = ["JsonOption", "ReportOption", "bar", "note", "print_json", "print_tab
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")]
 ReportOption = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Also write the JSON to this file.")]
 
-# As wide as the widest table: where nothing says how wide the page is, a line that is cut is worse than a long one.
-_PAGE = 160
+# Wider than any table: where nothing says how wide the page is, a name that is cut is worse than a long line.
+_PAGE = 1000
 
 
 def print_json(data: Any) -> None:
