@@ -41,7 +41,7 @@ def outer_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
     With a zero point that is the scale of a group that reaches from -absmax to absmax.
     """
     largest = scheme.fmt.symmetric_max if scheme.zero_point == "none" else scheme.fmt.max / 2
-    outer = (absmax / (largest * format_named(scheme.scale).max)).to(torch.float32)
+    outer = _over(absmax, largest * format_named(scheme.scale).max).to(torch.float32)
     if absmax.dtype != torch.float32:
         _check_finite(outer, absmax, "fp32")
     return outer
@@ -77,6 +77,11 @@ def _check_finite(stored: Tensor, value: Tensor, where: str) -> None:
         raise ValueError(f"scale {float(value.max()):.3g} does not fit {where}: {remedy}")
 
 
+def _over(x: Tensor, number: float) -> Tensor:
+    """``x / number`` to the same bits on every device: CUDA multiplies by the reciprocal of a plain number instead."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def _power_of_two(absmax: Tensor, largest: float) -> Tensor:
     """Codes of 2^(floor(log2 absmax) - floor(log2 largest)) in the e8m0 format; the smallest for a group of zeros.
 
@@ -100,9 +105,9 @@ def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, shrink: float) 
         absmax = torch.maximum(low.abs(), high.abs())  # abs: the scale of a group of zeros is 0 and not -0
         if scheme.scale == "e8m0":
             return Scales(_power_of_two(absmax, fmt.symmetric_max), None, outer)
-        value = absmax / fmt.symmetric_max
+        value = _over(absmax, fmt.symmetric_max)
     else:
-        value = high / fmt.max - low / fmt.max  # the difference of the two could overflow
+        value = _over(high, fmt.max) - _over(low, fmt.max)  # the difference of the two could overflow
         if scheme.scale == "e8m0":
             return _with_zero_point(_power_of_two(high / 2 - low / 2, fmt.max / 2), low, scheme, outer)
     if outer is not None:

@@ -79,6 +79,7 @@ def test_the_plan_for_a_device_names_the_kernels_that_run_there():
             assert list(trace.kernels()) == [kernel]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules, as Inductor imports them
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_torch_compile_on_the_device(mode):
     model = mlp(torch.bfloat16).cuda()

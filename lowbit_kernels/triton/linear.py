@@ -32,10 +32,12 @@ _FP32_TILES: tuple[tuple[int | None, tuple[int, int, int], int, int], ...] = (
 )
 
 
-def _tile(m: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], int, int]:
-    for most, tile, warps, stages in _FP32_TILES if dtype == torch.float32 else _TILES:
-        if most is None or m <= most:
-            return tile, warps, stages
+def _tile(m: int, dtype: torch.dtype, widest_k: int) -> tuple[tuple[int, int, int], int, int]:
+    """The tile for ``m`` rows of x, no more than ``widest_k`` wide in K, its warps and its stages."""
+    for most, (block_m, block_n, block_k), warps, stages in _FP32_TILES if dtype == torch.float32 else _TILES:
+        # Triton 3.6 on Hopper computes wrong products of interleaved codes in blocks as small as 32 x 16: take wider ones.
+        if (most is None or m <= most) and block_n * min(block_k, widest_k) > 32 * 16:
+            return (block_m, block_n, min(block_k, widest_k)), warps, stages
     raise AssertionError("the last tile takes any M")
 
 
@@ -54,10 +56,10 @@ def linear(
         return (y.zero_() if bias is None else y.copy_(bias)).reshape(*lead, n)
     packed, scale = _rows_contiguous(packed), _rows_contiguous(scale)
     zero_point = None if zero_point is None else _rows_contiguous(zero_point)
-    (block_m, block_n, block_k), warps, stages = _tile(m, x.dtype)
     whole = scheme.group(k) >= k
-    if not whole:
-        block_k = min(block_k, scheme.group_size & -scheme.group_size)  # the largest power of two that divides a group
+    # A block lies within a group: the largest power of two that divides it.
+    widest_k = 256 if whole else scheme.group_size & -scheme.group_size
+    (block_m, block_n, block_k), warps, stages = _tile(m, x.dtype, widest_k)
     grid = (-(-m // block_m) * -(-n // block_n),)
     on_device = contextlib.nullcontext() if x.device.type == "cpu" else torch.accelerator.device_index(x.device.index)
     with on_device:
