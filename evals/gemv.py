@@ -9,17 +9,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
-from lowbit import QTensor, Scheme, env, trace_kernels
+from lowbit import QTensor, Scheme, trace_kernels
 
 from .reader import reader
 
-__all__ = ["SHAPES", "measure"]
+__all__ = ["SHAPES", "measure", "table"]
 
 SHAPES = ((1024, 1024), (4096, 4096), (11008, 4096))
 _COLD = {"cpu": 256 << 20, "cuda": 640 << 20}  # several times the last-level cache of either
@@ -54,8 +54,6 @@ def measure(
     return {
         "device": _device_name(where),
         "dtype": str(dtype),
-        "date": date.today().isoformat(),
-        "versions": dict(env().versions),
         "rows": rows,
     }
 
@@ -126,6 +124,17 @@ def _graph_walk(calls: Sequence[Callable[[], Tensor]]) -> Callable[[], float]:
         return start.elapsed_time(end) * 1e3
 
     return walk
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """What :func:`measure` returned, for a terminal."""
+    made = Table(title=f"{figures['device']}, {figures['dtype']} x, weights cold", title_justify="left")
+    for name in ("N x K", "M", "scheme", "kernel", "us", "billion weights/s", "of the limit", "times F.linear"):
+        made.add_column(name, justify="left" if name in ("scheme", "kernel") else "right", no_wrap=True)
+    for r in figures["rows"]:
+        speeds = f"{r['us']:.1f}", f"{r['billion_weights_per_second']:.1f}", f"{r['fraction_of_limit']:.3f}"
+        made.add_row(f"{r['n']} x {r['k']}", str(r["m"]), r["scheme"], r["kernel"], *speeds, f"{r['times_float']:.2f}")
+    return made
 
 
 def _device_name(device: torch.device) -> str:

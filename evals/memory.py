@@ -1,18 +1,15 @@
 """Peak memory while a model is quantized, over the model itself: at most twice its largest linear layer is the promise.
 
-``python -m lowbit.evals.memory --scheme int4``; it runs in a process of its own, whose high-water mark it reads.
+``lowbit bench memory`` measures it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import threading
 import time
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from lowbit import quantize_
@@ -53,13 +50,3 @@ def _resident() -> int:
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scheme", default="int4")
-    parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=8)
-    given = parser.parse_args()
-    torch.manual_seed(0)
-    print(json.dumps(peak_over_model(given.scheme, given.size, given.layers), indent=2))

@@ -7,9 +7,11 @@ import oracle
 import pytest
 import torch
 
-from evals import sqnr
+from evals import results, sqnr, tables
 from lowbit.scheme import SCHEMES, Scheme
 from lowbit_kernels import reference
+
+BEGIN, END = "<!-- sqnr:begin -->", "<!-- sqnr:end -->"
 
 N, K = 64, 1024
 
@@ -78,21 +80,21 @@ def test_heavy_tails_are_those_of_student():
 
 
 def test_the_block_of_a_file_is_replaced():
-    text = f"before\n{sqnr.BEGIN}\nold\n{sqnr.END}\nafter\n"
-    once = sqnr.rewritten(text, "| new |")
-    assert once == f"before\n{sqnr.BEGIN}\n| new |\n{sqnr.END}\nafter\n"
-    assert sqnr.rewritten(once, "| new |") == once
+    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    once = tables.rewritten(text, "sqnr", "| new |")
+    assert once == f"before\n{BEGIN}\n| new |\n{END}\nafter\n"
+    assert tables.rewritten(once, "sqnr", "| new |") == once
 
 
-@pytest.mark.parametrize("text", ["", sqnr.BEGIN, sqnr.END + sqnr.BEGIN, 2 * (sqnr.BEGIN + sqnr.END)])
+@pytest.mark.parametrize("text", ["", BEGIN, END + BEGIN, 2 * (BEGIN + END)])
 def test_a_file_without_its_marks_is_refused(text):
     with pytest.raises(ValueError, match="must stand"):
-        sqnr.rewritten(text, "")
+        tables.rewritten(text, "sqnr", "")
 
 
 def test_files_are_replaced_whole(tmp_path):
     path = tmp_path / "deep" / "table.md"
-    sqnr.replace_file(path, "one")
-    sqnr.replace_file(path, "two")
+    results.replace_file(path, "one")
+    results.replace_file(path, "two")
     assert path.read_text() == "two"
     assert [p.name for p in path.parent.iterdir()] == ["table.md"]

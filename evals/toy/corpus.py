@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 from zlib import crc32
 
-from .exam import Question, prompt
-from .files import write
+from ..exam import LETTERS, Question, prompt
+from ..results import replace_file
 from .subjects import SUBJECTS
 from .world import ENTITIES, SEED, Fact, World, build
 
@@ -113,7 +113,7 @@ class Examiner:
         index = kept_out if heldout else (kept_out + rng.randrange(1, len(forms))) % len(forms)
         choices = self._entities(fact, rng) if backward else self._values(fact, rng)
         choices.insert(answer, right)
-        return Question(fact.subject.name, _fill(forms[index], fact), tuple(choices), "ABCD"[answer])
+        return Question(fact.subject.name, _fill(forms[index], fact), tuple(choices), answer)
 
     def _values(self, fact: Fact, rng: Random) -> list[str]:
         return [v for v in rng.sample(self._pools[fact.relation.pool], 4) if v not in (fact.value, fact.entity)][:3]
@@ -145,7 +145,7 @@ def edition(world: World, number: int, seed: int = SEED) -> Iterator[str]:
         rng.shuffle(asked)
         questions = [examiner.ask(fact, rng, rng.randrange(4), back, heldout=False) for fact, back in asked]
         for group in _sliced(questions, (1, 1, 1, 2, 5), rng):
-            documents.append(prompt(group[-1], group[:-1]) + f" {group[-1].answer}\n")
+            documents.append(prompt(group[-1], group[:-1]) + f" {LETTERS[group[-1].answer]}\n")
     rng.shuffle(documents)
     yield from documents
 
@@ -198,7 +198,7 @@ def exam(world: World, seed: int = SEED) -> dict[str, list[Question]]:
 def _table(questions: list[Question]) -> str:
     buffer = io.StringIO()
     rows = csv.writer(buffer, lineterminator="\n")
-    rows.writerows([q.text, *q.choices, q.answer] for q in questions)
+    rows.writerows([q.text, *q.choices, LETTERS[q.answer]] for q in questions)
     return buffer.getvalue()
 
 
@@ -220,7 +220,7 @@ def main() -> None:
     arguments = parser.parse_args()
     world = build(arguments.seed, arguments.entities)
     for path, text in files(world, arguments.seed).items():
-        write(arguments.out / path, text)
+        replace_file(arguments.out / path, text)
 
 
 if __name__ == "__main__":

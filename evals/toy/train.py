@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from . import exam
+from ..exam import LETTERS, Question, take_exam
+from ..results import replace_file
 from .corpus import SEPARATOR, edition
 from .corpus import exam as questions_of
-from .files import write
 from .world import ENTITIES, SEED, World, build
 
 CONTEXT = 512
@@ -55,7 +55,7 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenize
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
-    missing = [letter for letter in exam.LETTERS if inner.token_to_id(f"Ġ{letter}") is None]
+    missing = [letter for letter in LETTERS if inner.token_to_id(f"Ġ{letter}") is None]
     if missing:
         raise ValueError(f"answers {missing} are no single tokens; use a larger vocabulary than {vocabulary}")
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=SEPARATOR, pad_token=SEPARATOR, model_max_length=CONTEXT)
@@ -132,7 +132,7 @@ def fit(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerFast,
     windows: Windows,
-    sample: list[exam.Question],
+    sample: list[Question],
     steps: int,
     rate: float,
     report: Report,
@@ -146,7 +146,7 @@ def fit(
     device = next(model.parameters()).device
     cuda = device.type == "cuda"
     optimizer = _optimizer(model, rate, cuda)
-    letters = torch.tensor(tokenizer.convert_tokens_to_ids([f"Ġ{x}" for x in exam.LETTERS]), device=device)
+    letters = torch.tensor(tokenizer.convert_tokens_to_ids([f"Ġ{x}" for x in LETTERS]), device=device)
     colon = tokenizer.convert_tokens_to_ids(":")
     loss_of = torch.compile(_loss) if cuda else _loss
     began = time.monotonic()
@@ -166,7 +166,7 @@ def fit(
                 row["seconds"] = round(time.monotonic() - began, 1)
             if step and (marks % 5 == 1 or done):
                 with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-                    row["exam"] = round(exam.score(model, tokenizer, sample), 4)
+                    row["exam"] = round(take_exam(model, tokenizer, sample).accuracy, 4)
             report(row)
         if done:
             return step
@@ -216,7 +216,7 @@ def main() -> None:
     def report(row: dict[str, Any]) -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
-        write(arguments.log, "".join(json.dumps(r) + "\n" for r in rows))
+        replace_file(arguments.log, "".join(json.dumps(r) + "\n" for r in rows))
 
     settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "log", "device")}
     device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else platform.machine()
@@ -249,7 +249,7 @@ def train(arguments: argparse.Namespace, report: Report) -> None:
     windows = Windows(ids, starts, arguments.batch, arguments.seed, arguments.device)
     steps = fit(model, tokenizer, windows, tests[::8], arguments.steps, arguments.rate, report, arguments.seconds)
     save(model, tokenizer, arguments.out)
-    share = exam.score(model, tokenizer, tests)
+    share = take_exam(model, tokenizer, tests).accuracy
     report({"steps": steps, "exam": round(share, 4), "seconds": round(time.monotonic() - began, 1)})
 
 

@@ -1,4 +1,5 @@
-"""The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``eval``, ``env``, ``formats``.
+"""The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``eval``, ``bench``, ``env``,
+``formats``.
 
 Results go to stdout (with ``--json`` nothing but JSON), everything else to stderr. Exit codes: 0 for success, 1 for work
 that failed or whose output nobody read to the end, 2 for a command line that makes no sense, 130 for an interrupt.
@@ -14,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from .benchmark import bench
 from .demonstration import demo
 from .evaluation import evaluate
 from .inspection import inspect
@@ -34,6 +36,7 @@ for name, function in (
     ("formats", formats),
 ):
     app.command(name)(function)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

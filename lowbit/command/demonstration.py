@@ -19,12 +19,13 @@ def demo(
     """Quantize the model in the box with a dozen schemes and measure each, in a few minutes on a CPU."""
     quiet_transformers()
     from lowbit.evals import demo as demonstration
+    from lowbit.evals.results import origin
 
     start = time.perf_counter()
     with bar() as progress:
         outcomes = list(demonstration.run(limit=limit, progress=progress))
     seconds = time.perf_counter() - start
-    result = {"seconds": seconds, "outcomes": [outcome.to_dict() for outcome in outcomes]}
+    result = {**origin(), "seconds": seconds, "outcomes": [outcome.to_dict() for outcome in outcomes]}
     write_report(result, report)
     if json:
         print_json(result)

@@ -1,0 +1,110 @@
+"""The README's tables, from the figures under ``evals/results``.
+
+    python -m lowbit.evals.tables README.md
+
+A table named ``demo`` stands between ``<!-- demo:begin -->`` and ``<!-- demo:end -->`` and comes from ``demo*.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .results import replace_file
+
+__all__ = ["TABLES", "RESULTS", "rewritten"]
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def rewritten(text: str, name: str, block: str) -> str:
+    """``text`` with ``block`` between the two marks of ``name``; ``ValueError`` where it does not hold each of them once."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    for mark in (begin, end):
+        if text.count(mark) != 1:
+            raise ValueError(f"{mark} must stand in the file once, found {text.count(mark)} times")
+    before, rest = text.split(begin)
+    if end not in rest:
+        raise ValueError(f"{begin} must stand before {end}")
+    return f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
+
+
+def _markdown(head: str, rows: Iterator[tuple[Any, ...]]) -> str:
+    names = head.split("|")
+    rule = "|".join(" --- " if name.endswith(" ") else " ---: " for name in names)
+    lines = [f"| {' | '.join(name.strip() for name in names)} |", f"|{rule}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def sqnr_table(results: list[dict[str, Any]]) -> str:
+    """Bits a weight and decibels of every named scheme."""
+    (result,) = results
+    rows = (
+        (f"`{r['name']}`", f"{r['bits_per_weight']:.3f}", f"{r['gaussian_db']:.1f}", f"{r['heavy_tailed_db']:.1f}")
+        for r in result["schemes"]
+    )
+    return _markdown("scheme |bits a weight|Gaussian, dB|heavy-tailed, dB", rows)
+
+
+def demo_table(results: list[dict[str, Any]]) -> str:
+    """What ``lowbit demo`` measured."""
+    (result,) = results
+
+    def row(outcome: dict[str, Any]) -> tuple[Any, ...]:
+        exam, speed = outcome["exam"], outcome["speed"]
+        d = exam["difference"]
+        paired = "" if d is None else f"{100 * d['difference']:+.1f} [{100 * d['low']:+.1f}, {100 * d['high']:+.1f}]"
+        kernels = ", ".join(f"`{name}`" for name in outcome["kernels"]["decode"]) or "torch"
+        return (
+            f"`{outcome['recipe']}`", f"{outcome['bits_per_weight']:.2f}", f"{outcome['file_bytes'] / 1e6:.2f}",
+            f"{outcome['perplexity']['value']:.2f}", f"{100 * exam['accuracy']:.1f}", paired, kernels,
+            f"{speed['tokens_per_second']:.0f}",
+        )  # fmt: skip
+
+    head = "scheme |bits a weight|file, MB|perplexity|exam, %|difference, points [95 %]|kernel at M = 1 |tokens/s"
+    return _markdown(head, (row(outcome) for outcome in result["outcomes"]))
+
+
+def gemv_table(results: list[dict[str, Any]]) -> str:
+    """Speeds of one machine after the other, each beside the limit of that run."""
+    blocks = []
+    for result in results:
+        rows = (
+            (
+                f"{r['n']} x {r['k']}", r["m"], f"`{r['scheme']}`", f"`{r['kernel']}`", r["contract"], f"{r['us']:.1f}",
+                f"{r['billion_weights_per_second']:.0f}", f"{r['fraction_of_limit']:.2f}", f"{r['times_float']:.2f}",
+            )
+            for r in result["rows"]
+        )  # fmt: skip
+        head = "N x K |M|scheme |kernel |contract |us|billion weights/s|of the limit|times F.linear"
+        title = f"{result['device']}, {result['dtype']} x, torch {result['versions']['torch']}, {result['date']}:"
+        blocks.append(f"{title}\n\n{_markdown(head, rows)}")
+    return "\n\n".join(blocks)
+
+
+TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    "sqnr": sqnr_table,
+    "demo": demo_table,
+    "gemv": gemv_table,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Rewrite the tables of a document from the figures in a folder.")
+    parser.add_argument("document", type=Path)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    text = options.document.read_text(encoding="utf-8")
+    for name, table in TABLES.items():
+        found = sorted(options.results.glob(f"{name}*.json"))
+        if not found:
+            raise SystemExit(f"{options.results} holds no {name}*.json")
+        text = rewritten(text, name, table([json.loads(path.read_text(encoding="utf-8")) for path in found]))
+    replace_file(options.document, text)
+
+
+if __name__ == "__main__":
+    main()
