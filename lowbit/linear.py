@@ -34,7 +34,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         self.register_buffer("input_scale", input_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., in_features] to [..., out_features], in the dtype of ``x``."""
+        """``x`` [..., in_features] to [..., out_features], in the dtype of ``x``, or of torch.autocast."""
         if x.dim() == 0 or x.shape[-1] != self._k:  # the operator knows K from x alone
             raise ValueError(f"x must end in {self._k} features, got shape {tuple(x.shape)}")
         weight = (self.packed, self.scale, self.zero_point, self.outer)

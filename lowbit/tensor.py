@@ -12,7 +12,7 @@ from torch import Tensor
 import lowbit_kernels.ops  # noqa: F401 - registers torch.ops.lowbit
 from lowbit_kernels.layouts import LAYOUTS, Parts
 
-from . import pickling
+from . import autocast, pickling  # noqa: F401 - autocast registers the operators' rules for it
 from .grid import Scales
 from .packing import pack_unchecked, unpack
 from .scheme import Scheme

@@ -47,10 +47,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 @_on(FUNCTIONS, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _matmul(a: Tensor, b: Tensor) -> Any:
-    if not isinstance(b, QTensor) or isinstance(a, QTensor) or b.dim() != 2 or a.dim() < 3:
-        return NotImplemented
-    # torch would repeat b for each matrix of an a whose strides it cannot fold.
-    return torch.nn.functional.linear(a, b.t())
+    # torch would repeat the matrix for each of a batch whose strides it cannot fold.
+    if isinstance(b, QTensor) and not isinstance(a, QTensor) and b.dim() == 2 and a.dim() > 2:
+        return torch.nn.functional.linear(a, b.t())
+    if isinstance(a, QTensor) and not isinstance(b, QTensor) and a.dim() == 2 and b.dim() > 2:
+        return torch.nn.functional.linear(b.transpose(-1, -2), a).transpose(-1, -2)
+    return NotImplemented
 
 
 @_on(FUNCTIONS, torch.nn.functional.embedding)

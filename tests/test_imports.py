@@ -45,6 +45,7 @@ RULES: dict[str, tuple[str, ...]] = {
         ),
         EVERYTHING,
     ),
+    "lowbit.autocast": ("lowbit_kernels.ops",),
     "lowbit_kernels": ("lowbit_kernels.*",),
     "lowbit_kernels.*": (*LEAVES, "lowbit_kernels", "lowbit_kernels.*"),
     "evals": ("lowbit", "lowbit.*", "evals.*"),

@@ -65,6 +65,24 @@ def test_forward_is_that_of_the_dequantized_weight(scheme: Scheme) -> None:
     assert [name for name, p in module.named_parameters() if p.requires_grad] == ["bias"]
 
 
+@pytest.mark.parametrize("activation", [None, Scheme("int8", scale="fp32")], ids=str)
+def test_autocast_is_that_of_a_float_layer(activation: Scheme | None) -> None:
+    module = QLinear(make("int8", 6, 40), nn.Parameter(torch.randn(6)), activation)
+    plain = nn.Linear(40, 6)
+    for kind in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=kind):
+            y = module(X)
+            assert y.dtype == plain(X).dtype == F.linear(X, module.weight, module.bias).dtype == kind
+        assert torch.equal(y, module.to(kind)(X.to(kind)))
+        module.float()
+    y.float().sum().backward()
+    assert module.bias.grad is not None
+    assert module.bias.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module.double()(X.double()).dtype == plain.double()(X.double()).dtype == torch.float64
+    assert module.to("meta")(X.to("meta").double()).shape == (3, 6)
+
+
 def test_activation_scheme_and_input_scale() -> None:
     q = make("int8", 6, 40)
     step = torch.tensor(0.05)

@@ -44,6 +44,7 @@ def test_every_way_to_multiply(scheme: Scheme, k: int, n: int, dtype: torch.dtyp
         close(y, x, w, plain + bias.double())
     close(F.linear(x.expand(2, m, k), q), x.expand(2, m, k), w, plain.expand(2, m, n))
     close(x.expand(2, m, k) @ q.t(), x.expand(2, m, k), w, plain.expand(2, m, n))
+    close((q @ x.T.expand(2, k, m)).mT, x.expand(2, m, k), w, plain.expand(2, m, n))
     if m:
         for y in (F.linear(x[0], q), x[0] @ q.t(), q @ x[0], q.mv(x[0])):
             close(y, x[0], w, plain[0])
@@ -52,6 +53,7 @@ def test_every_way_to_multiply(scheme: Scheme, k: int, n: int, dtype: torch.dtyp
     across = numbers(m, n, dtype=dtype)
     for y in (across @ q, F.linear(across, q.t()), (q.t() @ across.T).T):
         close(y, across, w, across.double() @ w)
+    close((q.t() @ across.T.expand(2, n, m)).mT, across.expand(2, m, n), w, (across.double() @ w).expand(2, m, k))
     close(across.expand(2, m, n) @ q, across.expand(2, m, n), w, (across.double() @ w).expand(2, m, k))
 
 
