@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
+from .tensor import QTensor
 from .weight import QuantizedModule
 
-__all__ = ["Layer", "find_layers", "layer_kind", "replace_module"]
+__all__ = ["Layer", "find_layers", "layer_kind", "replace_module", "tied_groups"]
 
 _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
 
@@ -19,7 +23,9 @@ _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
 class Layer:
     """A module with a weight [N, K] that could be quantized, under every name that it has in the model.
 
-    ``obstacle`` says why it cannot be; ``head`` marks the output projection of a language model.
+    ``obstacle`` says why it cannot be; ``head`` marks the output projection of a language model. Weights that no such
+    module holds (experts in one tensor, convolutions) are of kind ``"parameter"``, each with an obstacle: a plan would
+    otherwise be silent about what may be most of the model.
     """
 
     names: tuple[str, ...]
@@ -27,6 +33,7 @@ class Layer:
     kind: str
     obstacle: str | None
     head: bool
+    attribute: str = "weight"
 
     @property
     def name(self) -> str:
@@ -35,24 +42,42 @@ class Layer:
     @property
     def weight(self) -> Tensor:
         """The float weight [N, K], K the dimension that a product sums over."""
-        weight = self.module.weight
+        weight = getattr(self.module, self.attribute)
         assert isinstance(weight, Tensor)
+        if is_lazy(weight):  # no shape and no bytes yet
+            return torch.empty(0, 0, dtype=weight.dtype, device="meta")
         return weight.t() if self.kind == "conv1d" else weight
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Every linear layer, transformers' Conv1D and embedding of ``model``, in the order of its modules."""
+    """Every linear layer, transformers' Conv1D, embedding and other weight of ``model``, in the order of its modules."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     head = _output_embeddings(model)
-    layers = []
+    layers: list[Layer] = []
     for module, found in names.items():
         kind = layer_kind(module)
-        if kind is not None:
+        if kind is None:
+            layers += _other_weights(module, found)
+        else:
             is_head = kind == "linear" and (module is head or found[0].rpartition(".")[2] in _HEAD_NAMES)
             layers.append(Layer(tuple(found), module, kind, _obstacle(module, kind, found[0]), is_head))
     return layers
+
+
+def _other_weights(module: nn.Module, names: list[str]) -> Iterator[Layer]:
+    """The parameters of two or more dimensions of a module that is no layer: what nothing here quantizes."""
+    if isinstance(module, ParametrizationList):
+        return  # the layer that it belongs to says so
+    for leaf, parameter in module._parameters.items():
+        if parameter is None or is_lazy(parameter) or parameter.dim() < 2 or not parameter.is_floating_point():
+            continue
+        if isinstance(parameter, QTensor):
+            obstacle = f"quantized already ({parameter.scheme})"
+        else:
+            obstacle = f"a parameter of {type(module).__name__}, which is no linear layer, Conv1D or embedding"
+        yield Layer(tuple(f"{name}.{leaf}".lstrip(".") for name in names), module, "parameter", obstacle, False, leaf)
 
 
 def replace_module(model: nn.Module, names: tuple[str, ...], module: nn.Module) -> None:
@@ -102,18 +127,28 @@ def _obstacle(module: nn.Module, kind: str, name: str) -> str | None:
     if "weight" not in module._parameters:
         return "its weight is not a plain parameter (parametrized?)"
     weight = module._parameters["weight"]
+    if weight is not None and is_lazy(weight):
+        return "its weight has no shape yet: run the model once before"
     if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
         return f"its weight is {type(weight).__name__} of {None if weight is None else weight.dtype}, not a float parameter"
+    if getattr(module, "bias", None) is not module._parameters.get("bias"):
+        return "its bias is not a plain parameter (parametrized?)"
     if weight.numel() == 0:
         return "its weight is empty"
     if getattr(module, "max_norm", None) is not None:
         return "max_norm changes the weight as it is used"
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-        return "it carries forward hooks, which a replacement would lose"
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(hooks) or "forward" in module.__dict__:
+        return "it carries hooks, which a replacement would lose: remove them, and add them again behind quantize_"
     return None
 
 
-def same_weight(a: Layer, b: Layer) -> bool:
-    """Whether two layers are tied: one parameter, read by both."""
-    first, second = a.module._parameters.get("weight"), b.module._parameters.get("weight")
-    return first is not None and first is second and isinstance(first, torch.Tensor)
+def tied_groups(layers: list[Layer]) -> list[list[int]]:
+    """The places in ``layers`` of those that read one parameter, two or more together, in their order."""
+    groups: dict[int, list[int]] = {}
+    for i, layer in enumerate(layers):
+        parameters = layer.module._parameters
+        parameter = parameters.get("packed" if isinstance(layer.module, QuantizedModule) else layer.attribute)
+        if parameter is not None:
+            groups.setdefault(id(parameter), []).append(i)
+    return [group for group in groups.values() if len(group) > 1]

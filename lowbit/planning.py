@@ -13,7 +13,8 @@ from torch import nn
 from lowbit_kernels import registry
 from lowbit_kernels.ops import call_for
 
-from .layers import Layer, find_layers, same_weight
+from .embedding import QEmbedding
+from .layers import Layer, find_layers, tied_groups
 from .linear import QLinear
 from .recipe import Recipe, Rule, Target
 from .tensor import QTensor
@@ -21,6 +22,7 @@ from .tensor import QTensor
 __all__ = ["Explanation", "LayerPlan", "Plan", "explain", "plan"]
 
 BATCHES = (1, 16, 512)
+NO_PATTERN = "no pattern matches"
 FilterFn = Callable[[nn.Module, str], bool]
 
 
@@ -122,15 +124,28 @@ def resolve(
     model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None, device: str | torch.device | None
 ) -> tuple[Plan, list[Layer]]:
     """The plan, and the layer that each of its entries speaks of."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+    where = None if device is None else _usable(device)
     layers = find_layers(model)
     _check_rules(recipe, layers)
     decisions = [_decide(layer, recipe, filter_fn) for layer in layers]
-    _follow_ties(layers, decisions)
+    groups = tied_groups(layers)
+    for group in groups:
+        _follow_ties(group, layers, decisions)
+    twins = {i: layers[group[0]].name for group in groups for i in group[1:]}
     entries = []
     for i, (layer, (target, reason)) in enumerate(zip(layers, decisions, strict=True)):
-        twin = next((other for other in layers[:i] if same_weight(layer, other)), None)
-        entries.append(_entry(layer, target, reason, None if twin is None else twin.name, device))
+        entries.append(_entry(layer, target, reason, twins.get(i), where))
     return Plan(recipe, tuple(entries)), layers
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
+        words = str(error).strip().splitlines()
+        raise ValueError(f"device {device!r} cannot be used here: {words[0] if words else type(error).__name__}") from None
 
 
 def _check_rules(recipe: Recipe, layers: list[Layer]) -> None:
@@ -153,7 +168,7 @@ def _decide(layer: Layer, recipe: Recipe, filter_fn: FilterFn | None) -> tuple[T
     if layer.obstacle is not None:
         return None, layer.obstacle
     if rule is None:
-        return None, "no pattern matches"
+        return None, NO_PATTERN
     if rule.target is None:
         return None, f"pattern {rule.pattern!r} leaves it"
     if _left_by_default(layer, rule):
@@ -168,35 +183,30 @@ def _left_by_default(layer: Layer, rule: Rule) -> bool:
     return rule.catch_all and (layer.head or layer.kind == "embedding")
 
 
-def _follow_ties(layers: list[Layer], decisions: list[tuple[Target | None, str]]) -> None:
+def _follow_ties(group: list[int], layers: list[Layer], decisions: list[tuple[Target | None, str]]) -> None:
     """Layers that read one weight share its fate, so that they stay tied."""
-    for i, layer in enumerate(layers):
-        group = [j for j, other in enumerate(layers) if j == i or same_weight(layer, other)]
-        if len(group) == 1 or group[0] != i:
-            continue
-        wanted = {decisions[j][0] for j in group} - {None}
-        names = " and ".join(layers[j].name for j in group)
-        if len(wanted) > 1:
-            raise ValueError(f"{names} share one weight and cannot become both {' and '.join(map(str, wanted))}")
-        if not wanted:
-            continue
-        blocked = next((j for j in group if layers[j].obstacle is not None), None)
-        refused = next((j for j in group if decisions[j][1].startswith("pattern")), None)
-        if refused is not None:
-            raise ValueError(f"{names} share one weight: give both the same target, or both None")
-        for j in group:
-            if blocked is not None:
-                decisions[j] = None, f"tied to {layers[blocked].name}, which cannot be quantized: {layers[blocked].obstacle}"
-            elif decisions[j][0] is None:
-                twin = next(layers[other].name for other in group if decisions[other][0] is not None)
-                decisions[j] = wanted.copy().pop(), f"tied to {twin}"
+    wanted = {decisions[i][0] for i in group} - {None}
+    names = " and ".join(layers[i].name for i in group)
+    if len(wanted) > 1:
+        raise ValueError(f"{names} share one weight and cannot become both {' and '.join(sorted(map(str, wanted)))}")
+    if not wanted:
+        return
+    if any(decisions[i][1].startswith("pattern") for i in group):
+        raise ValueError(f"{names} share one weight: give both the same target, or both None")
+    first = next(layers[i].name for i in group if decisions[i][0] is not None)
+    blocked = next((i for i in group if layers[i].obstacle is not None), None)
+    for i in group:
+        if blocked is not None and i != blocked:
+            decisions[i] = None, f"tied to {layers[blocked].name}, which cannot be quantized: {layers[blocked].obstacle}"
+        elif blocked is None and decisions[i][0] is None:
+            decisions[i] = next(iter(wanted)), f"tied to {first}"
 
 
-def _entry(layer: Layer, target: Target | None, reason: str, twin: str | None, device: str | torch.device | None) -> LayerPlan:
+def _entry(layer: Layer, target: Target | None, reason: str, twin: str | None, device: torch.device | None) -> LayerPlan:
     weight = layer.weight
     if isinstance(weight, QTensor):
-        before = after = weight.nbytes
         bits = weight.bits_per_weight
+        before = after = round(bits * weight.numel() / 8)  # as stored, like the bytes after quantizing
     else:
         before = after = weight.nbytes
         bits = 8.0 * weight.element_size()
@@ -208,7 +218,7 @@ def _entry(layer: Layer, target: Target | None, reason: str, twin: str | None, d
         bits = target.weight.bits_per_weight(k)
         after = round(bits * n * k / 8) + (4 if target.weight.outer else 0)
         op = "embedding" if layer.kind == "embedding" else "linear" if target.activation is None else "quantized_linear"
-        where = torch.device(device) if device is not None else weight.device
+        where = weight.device if device is None else device
         for m in BATCHES:
             call = call_for(op, target.weight, "canonical", where, weight.dtype, m, n, k)
             rows = registry.explain(call)
@@ -247,12 +257,20 @@ class Explanation:
         return "\n".join([f"{head}: {self.kernel}", *lines])
 
 
-def explain(layer: QLinear | QTensor, m: int = 1, dtype: torch.dtype | None = None) -> Explanation:
-    """Which kernel runs a quantized linear layer (or weight) for ``m`` rows of x, and why each other one does not."""
-    if not isinstance(layer, QLinear | QTensor):
-        raise TypeError(f"explain takes a QLinear or a QTensor, got {type(layer).__name__}: quantize_ the model first")
+def explain(layer: QLinear | QEmbedding | QTensor, m: int = 1, dtype: torch.dtype | None = None) -> Explanation:
+    """Which kernel runs a quantized layer (or weight) for ``m`` rows of x, or ``m`` indices, and why each other does not."""
+    if not isinstance(layer, QLinear | QEmbedding | QTensor):
+        got = type(layer).__name__
+        remedy = "quantize_ the model first, then give one of its layers" if isinstance(layer, nn.Module) else "give a layer"
+        raise TypeError(f"explain takes a QLinear, a QEmbedding or a QTensor, got {got}: {remedy}")
+    if not isinstance(m, int) or m < 0:
+        raise ValueError(f"m is a number of rows, 0 or more, got {m!r}")
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+        raise ValueError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
     weight = layer if isinstance(layer, QTensor) else layer.weight
-    op = "quantized_linear" if isinstance(layer, QLinear) and layer.activation is not None else "linear"
+    op = "embedding" if isinstance(layer, QEmbedding) else "linear"
+    if isinstance(layer, QLinear) and layer.activation is not None:
+        op = "quantized_linear"
     n, k = weight.shape[-2:]
     call = call_for(op, weight.scheme, weight.byte_layout, weight.device, dtype or weight.dtype, m, n, k)
     return Explanation(call, registry.select(call).name, tuple(registry.explain(call)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from .algorithms import ROUNDERS
 from .embedding import QEmbedding
 from .layers import Layer, replace_module
 from .linear import QLinear
-from .planning import FilterFn, LayerPlan, Plan, resolve
+from .planning import NO_PATTERN, FilterFn, LayerPlan, Plan, resolve
 from .recipe import Recipe, Target
 from .tensor import QTensor, check_weight
 from .weight import QuantizedModule
@@ -22,6 +23,7 @@ __all__ = ["quantize_"]
 Progress = Callable[[LayerPlan, int, int], None]
 
 
+@torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
 def quantize_(
     model: nn.Module,
     what: Any,
@@ -49,8 +51,7 @@ def quantize_(
     recipe = Recipe.of(what)
     carried, layers = resolve(model, recipe, filter_fn, device)
     if not carried.changed:
-        reasons = "; ".join(f"{layer.name}: {layer.reason}" for layer in carried.kept[:5])
-        raise ValueError(f"nothing would change in {len(carried.kept)} layers ({reasons})")
+        raise ValueError(f"nothing would change in {len(carried.kept)} layers ({_why_kept(carried)})")
     _check(carried, layers)
 
     done: dict[int, QTensor] = {}  # by the identity of a weight that several layers read
@@ -80,6 +81,15 @@ def quantize_(
     return carried
 
 
+def _why_kept(carried: Plan) -> str:
+    """The reasons, with a layer for each; those of layers that a pattern matched come first."""
+    names: dict[str, list[str]] = {}
+    for layer in sorted(carried.kept, key=lambda layer: layer.reason == NO_PATTERN):
+        names.setdefault(layer.reason, []).append(layer.name)
+    lines = [f"{found[0]}{f' and {len(found) - 1} more' if found[1:] else ''}: {why}" for why, found in names.items()]
+    return "; ".join(lines[:5])
+
+
 def _check(carried: Plan, layers: list[Layer]) -> None:
     for entry, layer in zip(carried.layers, layers, strict=True):
         if entry.target is None:
@@ -90,10 +100,9 @@ def _check(carried: Plan, layers: list[Layer]) -> None:
 
 
 def _shared_weights(carried: Plan, layers: list[Layer]) -> set[int]:
-    ids = [
-        id(layer.module._parameters["weight"]) for e, layer in zip(carried.layers, layers, strict=True) if e.target is not None
-    ]
-    return {key for key in ids if ids.count(key) > 1}
+    pairs = zip(carried.layers, layers, strict=True)
+    counts = Counter(id(layer.module._parameters["weight"]) for entry, layer in pairs if entry.target is not None)
+    return {key for key, count in counts.items() if count > 1}
 
 
 def _round(layer: Layer, target: Target, device: str | torch.device | None, keep_on_device: bool) -> QTensor:
@@ -119,6 +128,6 @@ def _replacement(layer: Layer, weight: QTensor, target: Target) -> QuantizedModu
     if isinstance(layer.module, nn.Embedding):
         module = QEmbedding(weight, layer.module.padding_idx)
     else:
-        bias = layer.module._parameters.get("bias")
-        module = QLinear(weight, bias if bias is None else nn.Parameter(bias.detach(), bias.requires_grad), target.activation)
+        # The very parameter: another layer may read it, and an optimizer may hold it.
+        module = QLinear(weight, layer.module._parameters.get("bias"), target.activation)
     return module.train(layer.module.training)

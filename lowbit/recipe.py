@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import yaml
@@ -66,7 +67,8 @@ class Target:
             if fields.get("activation") is not None:
                 fields["activation"] = activation_scheme(fields["activation"])
             return Target(**fields)
-        raise TypeError(f"a target is a scheme, a name or what int4_weight_only() returns, got {type(what).__name__}")
+        got = f"the function {what.__name__}: call it" if isinstance(what, FunctionType) else f"{what!r:.80}"
+        raise TypeError(f"a target is a scheme, a name or what int4_weight_only() returns, got {got}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that :meth:`of` takes; fields at their defaults are left out."""

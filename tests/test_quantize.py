@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -121,6 +122,7 @@ def test_tied_weights_are_quantized_once_and_stay_tied(pattern):
     assert head.scale is embedding.scale
     entry = next(layer for layer in plan.layers if layer.name == "lm_head")
     assert entry.tied_to == "model.embed_tokens"
+    assert lowbit.plan(model, "int4").bytes_before == plan.bytes_after
     twin = copy.deepcopy(model)
     assert twin.lm_head.packed is twin.model.embed_tokens.packed
     assert torch.isfinite(logits(model)).all()
@@ -184,6 +186,13 @@ def test_errors_name_the_value_and_the_remedy():
         quantize_(nn.ReLU(), "int4")
     with pytest.raises(ValueError, match=r"wrap it in nn\.Sequential"):
         quantize_(nn.Linear(4, 4), "int4")
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got int"):
+        quantize_(3, "int4")
+    with pytest.raises(TypeError, match="the function int4_weight_only: call it"):
+        quantize_(model, api.int4_weight_only)
+    for call in (lowbit.plan, quantize_):
+        with pytest.raises(ValueError, match="device 'abacus' cannot be used here"):
+            call(model, "int4", device="abacus")
     quantize_(model, "int4")
     with pytest.raises(ValueError, match="quantized already"):
         quantize_(model, "int8")
@@ -215,14 +224,59 @@ def test_layers_that_compute_something_of_their_own_are_left_with_the_reason():
         def forward(self, x):
             return super().forward(x) * 2
 
-    model = nn.Sequential(Scaled(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
-    model[2].register_forward_hook(lambda module, args, output: output)
+    def linear():
+        return nn.Linear(8, 8)
+
+    forward, backward, halved_bias = linear(), linear(), linear()
+    forward.register_forward_hook(lambda module, args, output: output)
+    backward.register_full_backward_hook(lambda module, inward, outward: None)
+    nn.utils.parametrize.register_parametrization(halved_bias, "bias", nn.Softplus())
+    normed = nn.utils.parametrizations.weight_norm(linear())
+    model = nn.Sequential(Scaled(8, 8), linear(), forward, backward, normed, halved_bias, nn.LazyLinear(8), nn.Conv2d(1, 1, 3))
     plan = quantize_(model, "int8")
     assert [layer.name for layer in plan.changed] == ["1"]
-    reasons = [layer.reason for layer in plan.kept]
-    assert "Scaled computes something of its own" in reasons
-    assert any("hooks" in reason for reason in reasons)
-    assert any("parametrized" in reason for reason in reasons)
+    reasons = {layer.name: layer.reason for layer in plan.kept}
+    assert reasons.keys() == {"0", "2", "3", "4", "5", "6", "7.weight"}
+    assert reasons["0"] == "Scaled computes something of its own"
+    assert "hooks" in reasons["2"]
+    assert reasons["2"] == reasons["3"]
+    assert "its weight is not a plain parameter" in reasons["4"]
+    assert "its bias is not a plain parameter" in reasons["5"]
+    assert "no shape yet: run the model once" in reasons["6"]
+    assert "a parameter of Conv2d" in reasons["7.weight"]
+
+
+def test_a_weight_that_another_module_reads_as_a_parameter_is_left_as_it_is():
+    model = nn.Module()
+    model.embed, model.head = nn.Embedding(8, 4), nn.ParameterList()
+    model.head.append(model.embed.weight)
+    model.up = nn.Linear(4, 4)
+    plan = quantize_(model, {"embed": "int8", "*": "int4"})
+    assert [layer.name for layer in plan.changed] == ["up"]
+    assert plan.layers[0].reason.startswith("tied to head.0, which cannot be quantized")
+
+
+def test_biases_stay_the_parameters_that_an_optimizer_holds():
+    model = mlp()
+    bias = model[0].bias
+    quantize_(model, "int4")
+    assert model[0].bias is bias
+
+
+def test_quantizing_in_inference_mode_gives_a_model_that_autograd_takes():
+    model = mlp()
+    with torch.inference_mode():
+        quantize_(model, "int4")
+    model(torch.randn(2, 40)).sum().backward()
+    assert model[0].bias.grad is not None
+
+
+def test_the_time_of_a_plan_grows_with_the_layers_not_with_their_square():
+    with torch.device("meta"):
+        model = nn.ModuleList([nn.Linear(2, 2) for _ in range(8000)])
+    start = time.perf_counter()
+    lowbit.plan(model, "int4")
+    assert time.perf_counter() - start < 12  # half a second; comparing every pair took half a minute
 
 
 def test_meta_weights_are_planned_but_not_quantized():
@@ -266,6 +320,15 @@ def test_explain_has_a_line_for_every_row_and_names_the_choice():
     assert f"{explanation.kernel}: runs" in text
     with pytest.raises(TypeError, match="quantize_"):
         lowbit.explain(nn.Linear(2, 2))
+    for bad in (-1, 1.5):
+        with pytest.raises(ValueError, match="m is a number of rows"):
+            lowbit.explain(model[0], bad)
+    with pytest.raises(ValueError, match=r"float64, got torch\.int8"):
+        lowbit.explain(model[0], 1, torch.int8)
+    table = lowbit.QEmbedding(model[0].weight)
+    with lowbit.trace_kernels() as trace:
+        table(torch.arange(3))
+    assert list(trace.kernels()) == [lowbit.explain(table, 3).kernel]
 
 
 def test_a_recipe_object_and_its_file_say_the_same(tmp_path):
