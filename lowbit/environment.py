@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from lowbit_kernels.registry import Kernel
 
-__all__ = ["Environment", "KernelState", "env"]
+__all__ = ["Environment", "KernelState", "env", "usable_device"]
 
 # Those that decide which kernel is compiled or chosen; a processor lists a hundred more.
 _INSTRUCTION_SETS = (
@@ -79,6 +79,15 @@ def env() -> Environment:
     here = {"cpu", "cuda"} if gpus else {"cpu"}
     rows = tuple(KernelState(row.name, row.op, _missing(row, here), row.on_request) for row in kernels())
     return Environment(_versions(), _cpu(), gpus, rows)
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """``device``; ``ValueError`` where no tensor can be on it here."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"device {device!r} cannot be used here ({words[0]}): give cpu, or one that lowbit env lists") from None
 
 
 def _missing(row: Kernel, here: set[str]) -> str | None:

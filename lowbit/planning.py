@@ -14,6 +14,7 @@ from lowbit_kernels import registry
 from lowbit_kernels.ops import call_for
 
 from .embedding import QEmbedding
+from .environment import usable_device
 from .layers import Layer, find_layers, tied_groups
 from .linear import QLinear
 from .recipe import Recipe, Rule, Target
@@ -126,7 +127,7 @@ def resolve(
     """The plan, and the layer that each of its entries speaks of."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
-    where = None if device is None else _usable(device)
+    where = None if device is None else usable_device(device)
     layers = find_layers(model)
     _check_rules(recipe, layers)
     decisions = [_decide(layer, recipe, filter_fn) for layer in layers]
@@ -138,14 +139,6 @@ def resolve(
     for i, (layer, (target, reason)) in enumerate(zip(layers, decisions, strict=True)):
         entries.append(_entry(layer, target, reason, twins.get(i), where))
     return Plan(recipe, tuple(entries)), layers
-
-
-def _usable(device: str | torch.device) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
-        words = str(error).strip().splitlines()
-        raise ValueError(f"device {device!r} cannot be used here: {words[0] if words else type(error).__name__}") from None
 
 
 def _check_rules(recipe: Recipe, layers: list[Layer]) -> None:

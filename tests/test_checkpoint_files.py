@@ -301,3 +301,10 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         lowbit.save(marked(1), tmp_path / "file")
+
+
+def test_what_is_no_model_and_no_device_is_said_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got int"):
+        lowbit.load(tmp_path, model=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="device 'abacus' cannot be used here"):
+        lowbit.load(tmp_path, device="abacus")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..environment import usable_device
 from .assembly import Assembly
 from .inventory import Inventory
 from .shards import open_files, write_files
@@ -60,7 +61,9 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None, device:
     of another version, and for tensors that do not fit ``model``, which is then left as it was.
     """
     path = Path(folder)
-    where = None if device is None else torch.device(device)
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    where = None if device is None else usable_device(device)
     # Tensors that are made in inference mode could never meet autograd again.
     with torch.inference_mode(False), open_files(path) as files:
         assembly = Assembly(built(path) if model is None else model, files, where)

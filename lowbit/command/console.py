@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["JsonOption", "ReportOption", "bar", "note", "print_json", "print_table", "write_report"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")]
-ReportOption = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Also write the JSON to this file.")]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """A report that cannot be written is said before the work of hours, not behind it."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
+        why = "is a folder" if path.is_dir() else f"cannot be written: {path.parent} is no folder that takes files"
+        raise typer.BadParameter(f"{path} {why}")
+    return path
+
+
+ReportOption = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Also write the JSON to this file.", callback=_writable)
+]
 
 # Wider than any table: where nothing says how wide the page is, a name that is cut is worse than a long line.
 _PAGE = 1000

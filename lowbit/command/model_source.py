@@ -14,7 +14,20 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceOption", "is_quantized", "load_model", "load_tokenizer", "outline", "parse_recipe", "quiet_transformers"]
 
-DeviceOption = Annotated[str | None, typer.Option(help="Where to work: cpu, cuda, cuda:1.")]
+
+def _usable(device: str | None) -> str | None:
+    """A device that cannot be used is a mistake in the command line, said before anything is loaded."""
+    if device is not None:
+        from lowbit.environment import usable_device
+
+        try:
+            usable_device(device)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return device
+
+
+DeviceOption = Annotated[str | None, typer.Option(help="Where to work: cpu, cuda, cuda:1.", callback=_usable)]
 
 
 def parse_recipe(text: str) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -50,6 +51,9 @@ def _check_output(output: Path, model: str) -> None:
     """Refuse a folder whose files are not ours to replace."""
     if output.exists() and not output.is_dir():
         raise typer.BadParameter(f"{output} is a file: give a folder with -o")
+    above = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise typer.BadParameter(f"{output} cannot be written: {above} is no folder that takes files")
     if output.is_dir() and any(output.iterdir()) and (output.samefile(model) if Path(model).exists() else False):
         raise typer.BadParameter(f"{output} is the model itself: give another folder with -o")
     if output.is_dir() and any(output.iterdir()) and not is_quantized(str(output)):
