@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .recipe import Target
 from .scheme import SCHEMES, Scheme
+from .target import Target
 
 __all__ = [
     "fp4_weight_only",

@@ -17,7 +17,8 @@ from .embedding import QEmbedding
 from .environment import usable_device
 from .layers import Layer, find_layers, tied_groups
 from .linear import QLinear
-from .recipe import Recipe, Rule, Target
+from .recipe import Recipe, Rule
+from .target import Target
 from .tensor import QTensor
 
 __all__ = ["Explanation", "LayerPlan", "Plan", "explain", "plan"]

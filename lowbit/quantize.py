@@ -14,7 +14,8 @@ from .embedding import QEmbedding
 from .layers import Layer, replace_module
 from .linear import QLinear
 from .planning import NO_PATTERN, FilterFn, LayerPlan, Plan, resolve
-from .recipe import Recipe, Target
+from .recipe import Recipe
+from .target import Target
 from .tensor import QTensor, check_weight
 from .weight import QuantizedModule
 

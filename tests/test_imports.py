@@ -39,7 +39,7 @@ RULES: dict[str, tuple[str, ...]] = {
         (
             "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.pickling",
             "lowbit.weight", "lowbit.linear", "lowbit.embedding", "lowbit.layers", "lowbit.calibrate",
-            "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.api",
+            "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api",
             "lowbit.command", "lowbit.command.*", "lowbit.environment",
             "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.skeleton",
         ),
