@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from . import api
-from .scheme import SCHEMES, Scheme
+from .scheme import SCHEMES, Scheme, UnknownSchemeError
 from .target import Target
 
 __all__ = ["Recipe", "Rule"]
@@ -85,7 +85,7 @@ class Recipe:
             return Recipe((Rule("*", getattr(api, text)()),), text)
         try:
             return Recipe((Rule("*", Target(Scheme.parse(text))),), text)
-        except ValueError:
+        except UnknownSchemeError:
             pass
         if text.endswith((".yaml", ".yml", ".json")):
             return Recipe.from_file(Path(text))

@@ -12,10 +12,14 @@ import torch
 from .formats import FORMATS, Format, format_named
 from .packing import packed_size
 
-__all__ = ["SCHEMES", "Scheme"]
+__all__ = ["SCHEMES", "Scheme", "UnknownSchemeError"]
 
 PLAIN_SCALES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ZERO_POINTS = ("none", "int", "float")
+
+
+class UnknownSchemeError(ValueError):
+    """A text that names no scheme; one that names a scheme wrongly (``int4_g0``) is a plain ``ValueError``."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ def _parse_name(text: str) -> Scheme:
     import difflib
 
     near = difflib.get_close_matches(text, SCHEMES, n=3, cutoff=0.3) or list(SCHEMES)
-    raise ValueError(f"no scheme named {text!r}; did you mean {', '.join(near)}?")
+    raise UnknownSchemeError(f"no scheme named {text!r}; did you mean {', '.join(near)}?")
 
 
 _INT = {bits: Scheme(f"uint{bits}", 128, zero_point="int") for bits in range(2, 8)}

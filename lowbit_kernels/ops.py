@@ -125,6 +125,11 @@ def _product(
     return how, call_for(op, how, layout, x.device, x.dtype, math.prod(rows), packed.shape[-2], x.shape[-1])
 
 
+def _own(y: Tensor) -> Tensor:
+    """``y`` as a tensor of its own: autograd lets nobody change in place a view that was made within an operator."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
 # ---- linear ----------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +144,7 @@ def _linear(
     layout: str,
 ) -> Tensor:
     how, call = _product("linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias))
-    return run(call, x, packed, scale, zero_point, outer, bias, how)
+    return _own(run(call, x, packed, scale, zero_point, outer, bias, how))
 
 
 def _quantized_linear(
@@ -157,7 +162,7 @@ def _quantized_linear(
     how, call = _product(
         "quantized_linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias)
     )
-    return run(call, x, packed, scale, zero_point, outer, bias, how, Scheme.parse(activation), input_scale)
+    return _own(run(call, x, packed, scale, zero_point, outer, bias, how, Scheme.parse(activation), input_scale))
 
 
 def _grouped_linear(
@@ -175,7 +180,7 @@ def _grouped_linear(
     how, call = _product(
         "grouped_linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias)
     )
-    return run(call, x, packed, scale, zero_point, outer, bias, how)
+    return _own(run(call, x, packed, scale, zero_point, outer, bias, how))
 
 
 def _embedding(

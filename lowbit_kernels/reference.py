@@ -17,11 +17,11 @@ from .registry import Kernel, register
 
 __all__ = ["dequantize", "embedding", "grouped_linear", "linear", "quantize", "quantized_linear"]
 
-_CHUNK = 1 << 20  # weights at a time: temporaries stay in the cache, and far below the size of a layer
 
-
-def _row_chunks(rows: int, k: int) -> Iterator[slice]:
-    step = max(1, _CHUNK // max(k, 1))
+def _row_chunks(rows: int, k: int, device: torch.device) -> Iterator[slice]:
+    """Some rows at a time: temporaries stay in a CPU's cache, fill a GPU, and are far below the size of a large layer."""
+    weights = 1 << 20 if device.type == "cpu" else 1 << 22
+    step = max(1, weights // max(k, 1))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
@@ -39,7 +39,7 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
         if outer is not None and matrix.numel():
             low, high = torch.aminmax(matrix)
             outer[e] = outer_scale(torch.maximum(-low, high).to(compute), scheme)
-        for rows in _row_chunks(n, k) if k else ():
+        for rows in _row_chunks(n, k, w.device) if k else ():
             part = matrix[rows].to(compute)
             chosen = choose(part, scheme, method, None if outer is None else outer[e])
             packed[e, rows] = pack_unchecked(to_codes(part, scheme, chosen), scheme.bits)
@@ -59,8 +59,6 @@ def dequantize(
 ) -> Tensor:
     """The weight [..., N, K] as ``dtype``: each number computed in float32 and rounded once."""
     out = torch.empty(*packed.shape[:-1], k, dtype=dtype, device=packed.device)
-    n = packed.shape[-2]
-    step = max(1, _CHUNK // max(k, 1))
     if packed.dim() > 2:
         for e in range(packed.shape[0]):
             out[e] = dequantize(
@@ -73,8 +71,7 @@ def dequantize(
                 dtype,
             )
         return out
-    for start in range(0, n if k else 0, step):
-        rows = slice(start, start + step)
+    for rows in _row_chunks(packed.shape[-2], k, packed.device) if k else ():
         scales = Scales(scale[rows], None if zero_point is None else zero_point[rows], outer)
         out[rows] = to_values(unpack(packed[rows], scheme.bits, k), scheme, scales, dtype)
     return out

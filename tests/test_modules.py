@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from test_tensor import FAMILIES, make
 from torch import Tensor, nn
 
-from lowbit import QEmbedding, QLinear, QTensor, Scheme
+from lowbit import QEmbedding, QLinear, QTensor, Scheme, quantize_
 from lowbit_kernels import layouts
 
 PARTS = ("packed", "scale", "zero_point", "outer")
@@ -264,3 +264,16 @@ def test_a_state_is_canonical_in_every_layout(monkeypatch: pytest.MonkeyPatch) -
     assert target.byte_layout == "upside-down"
     assert torch.equal(target.packed, plain.packed.flip(0))
     assert all(torch.equal(part, plain.state_dict()[name]) for name, part in target.state_dict().items())
+
+
+@pytest.mark.parametrize("recipe", ["int4", "nf4", "int8_dynamic_activation_int8_weight"])
+@pytest.mark.parametrize("shape", [(40,), (3, 40), (2, 5, 40), (2, 3, 5, 40)])
+def test_an_output_can_be_changed_in_place_as_that_of_a_float_layer(recipe, shape):
+    model = nn.Sequential(nn.Linear(40, 24))
+    quantize_(model, recipe)
+    x = torch.randn(shape, requires_grad=True)
+    y = model(x)
+    y += 1
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(y.detach(), model(x.detach()) + 1)

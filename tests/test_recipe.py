@@ -85,3 +85,8 @@ def test_activation_by_name_has_float32_scales():
     target = Target.of({"weight": "int4", "activation": "int8"})
     assert target.activation == Scheme("int8", scale="fp32")
     assert Target.of(target.to_dict()) == target
+
+
+def test_a_scheme_that_is_named_wrongly_says_what_is_wrong():
+    with pytest.raises(ValueError, match="group_size must be"):
+        Recipe.parse("int4_g0")
