@@ -3,8 +3,10 @@
 from collections import Counter
 
 import pytest
+import safetensors
 import transformers
 
+import lowbit
 from lowbit.evals.evaluation import TOY, TOY_DATA
 from lowbit.evals.exam import prompt, read_exam, take_exam
 from lowbit.evals.toy import corpus
@@ -87,3 +89,15 @@ def test_committed_model_is_small_and_answers_the_exam(questions: list) -> None:
     longest = max(len(tokenizer(prompt(q))["input_ids"]) for q in questions[::50])
     assert longest < model.config.max_position_embeddings
     assert take_exam(model.float(), tokenizer, questions[::9]).accuracy >= 0.9
+
+
+def test_three_bits_take_three_bits_on_the_disk(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(TOY)
+    changed = lowbit.quantize_(model, "int3").changed
+    lowbit.save(model, tmp_path)
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        parts = [name for name in file.keys() if name.endswith((".packed", ".scale", ".zero_point"))]  # noqa: SIM118
+        stored = sum(file.get_tensor(name).nbytes for name in parts)
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in changed)
+    assert len(changed) == 7 * model.config.num_hidden_layers
+    assert 8 * stored / weights <= 3.35
