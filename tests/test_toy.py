@@ -1,6 +1,7 @@
 """The small model in the box: its world is the same everywhere, its exam is sound, and it knows the answers."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import safetensors
