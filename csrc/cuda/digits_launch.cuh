@@ -1,0 +1,106 @@
+// Launches digits_linear: how many blocks, warps and stages, and how much of x a block holds at a time.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "digits.cuh"
+
+namespace lowbit::cuda {
+
+// 0: the launcher chooses.
+struct DigitsPlan {
+  int warps, stages, early_stages;
+};
+
+template <int bits>
+cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream);
+
+struct Device {
+  int processors, memory, generation;  // generation: 80, 90, ...
+};
+
+inline cudaError_t this_device(int& index, Device& device) {
+  static std::atomic<int> known[64][3];
+  if (const cudaError_t error = cudaGetDevice(&index); error != cudaSuccess) return error;
+  std::atomic<int>(&kept)[3] = known[index % 64];
+  if (kept[2] == 0 || index >= 64) {
+    int major = 0, minor = 0, processors = 0, memory = 0;
+    for (const auto& [to, what] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
+                                   std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
+                                   std::pair{&processors, cudaDevAttrMultiProcessorCount},
+                                   std::pair{&memory, cudaDevAttrMaxSharedMemoryPerBlockOptin}})
+      if (const cudaError_t error = cudaDeviceGetAttribute(to, what, index); error != cudaSuccess) return error;
+    kept[0] = processors, kept[1] = memory, kept[2] = 10 * major + minor;
+  }
+  device = {kept[0], kept[1], kept[2]};
+  return cudaSuccess;
+}
+
+template <int bits, int group, bool has_zero, int M>
+cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream) {
+  using U = Unit<bits, group, has_zero>;
+  const auto kernel = digits_linear<bits, group, has_zero, M>;
+  int index = 0;
+  Device device = {};
+  if (const cudaError_t error = this_device(index, device); error != cudaSuccess) return error;
+  static std::atomic<bool> may_use_all[64];
+  if (index >= 64 || !may_use_all[index]) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.memory);
+    if (error != cudaSuccess) return error;
+    if (index < 64) may_use_all[index] = true;
+  }
+
+  // A graph can let a kernel start while the one before it ends. Outside of one the launches themselves are slower than what
+  // that hides, and the weights may have been written by the kernel just before.
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
+  const bool is_early = device.generation >= 90 && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
+
+  constexpr int tiles_of_block = 32;
+  const int64_t blocks = std::min(a.tiles, std::max<int64_t>(device.processors, (a.tiles + tiles_of_block - 1) / tiles_of_block));
+  a.most_tiles = static_cast<int>((a.tiles + blocks - 1) / blocks);
+  const int warps = plan.warps ? plan.warps : 8;
+  const auto memory_with = [&](int stages, int units) {
+    return DigitsMemory(M, warps, stages, a.unit_size, U::steps, has_zero ? std::max(U::groups, 1) : 0, units, a.most_tiles).total;
+  };
+  const int fewest = device.generation >= 90 ? 2 : 0, wanted = device.generation >= 90 ? (plan.stages ? plan.stages : 4) : 0;
+  a.units_of_pass = a.units_of_row;
+  while (a.units_of_pass > 1 && memory_with(fewest, a.units_of_pass) > device.memory) a.units_of_pass = (a.units_of_pass + 1) / 2;
+  a.stages = wanted;
+  while (a.stages > fewest && memory_with(a.stages, a.units_of_pass) > device.memory) a.stages--;
+  a.early_stages = !is_early ? 0 : std::min(a.stages, plan.early_stages ? plan.early_stages : a.stages);
+
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(warps * 32);
+  config.dynamicSmemBytes = memory_with(a.stages, a.units_of_pass);
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = is_early;
+  return cudaLaunchKernelEx(&config, kernel, a);
+}
+
+template <int bits>
+cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream) {
+  const auto with = [&](auto size, auto zero) {
+    return m == 1 ? launch_digits_kernel<bits, size.value, zero.value, 1>(a, plan, stream)
+                  : launch_digits_kernel<bits, size.value, zero.value, 2>(a, plan, stream);
+  };
+  const auto with_zero = [&](auto zero) {
+    switch (group) {
+      case 32: return with(std::integral_constant<int, 32>(), zero);
+      case 64: return with(std::integral_constant<int, 64>(), zero);
+      case 128: return with(std::integral_constant<int, 128>(), zero);
+      default: return with(std::integral_constant<int, 0>(), zero);
+    }
+  };
+  return a.has_zero ? with_zero(std::true_type()) : with_zero(std::false_type());
+}
+
+}  // namespace lowbit::cuda
