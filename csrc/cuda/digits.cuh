@@ -1,9 +1,9 @@
-// y = x W^T for one or two rows of x on the integer tensor cores, from the tiles layout: int4, uint4, int8, uint8.
+// y = x W^T for up to eight rows of x on the integer tensor cores, from the tiles layout: int4, uint4, int8, uint8.
 //
 // x becomes integers: in each slice of a unit's columns, X = round(x 2^(21 - e)) where 2^e <= max|x| < 2^(e + 1), an error
 // of at most 2^-22 of the slice's largest element. X is written in three balanced digits to the base 256 (each -128..127),
-// and the digits are columns of operand B of mma.m16n8k32, which multiplies 8-bit integers: a row of x fills three of its
-// eight columns, which a single 16-bit row would leave empty. Products and the sums of a group are exact integers, and so
+// and the digits are columns of operand B of mma.m16n8k32, which multiplies 8-bit integers: two rows of x fill six of its
+// eight columns, which 16-bit rows would leave empty. Products and the sums of a group are exact integers, and so
 // is the zero point's share, z times the sum of the digits. From there on fp32: the group's scale, the slice's power of
 // two, the sums of slices, of digits and of warps in a fixed order, then bias and the one rounding.
 //
@@ -19,7 +19,7 @@
 
 namespace lowbit::cuda {
 
-constexpr int most_rows_of_digits = 2;
+constexpr int most_rows_of_digits = 8;
 constexpr int most_warps_of_digits = 12;
 
 struct Digits {
@@ -33,7 +33,7 @@ struct Digits {
   const void* bias;           // [n] of x's type, or null
   void* y;                    // [m, n]
   int64_t n, tiles;
-  int k, units_of_row, units_of_pass;  // x is held for that many units at a time
+  int m, k, units_of_row, units_of_pass;  // x is held for that many units at a time
   int stages, early_stages;            // of each warp's ring; copies that start before x is waited for
   int most_tiles;                      // of a block
   bool has_zero, x_is_half, x_on_16_bytes;
@@ -47,7 +47,7 @@ struct DigitsMemory {
     ring = 0;
     digits = ring + on16(warps * stages * unit_size);
     sums = digits + units * steps * 3 * m * 32;
-    exponents = sums + units * groups * 32;
+    exponents = sums + units * groups * ((m + 1) / 2) * 32;
     partial = exponents + on16(units * m * 4);
     barriers = partial + tiles * warps * m * rows_of_tile * 4;
     total = barriers + on16(warps * stages * 8);
@@ -62,9 +62,15 @@ struct Place {
   }
 };
 
-// Row 0 has columns 0, 1, 2 for digits 0, 1, 2; row 1 has 4, 5, 3: a lane's two columns are two digits of one row, or the
-// third digits of both.
-__device__ __forceinline__ constexpr int column_of(int row, int digit) { return row == 0 ? digit : digit == 2 ? 3 : 4 + digit; }
+// Two rows share the eight columns of a product. The even one has columns 0, 1, 2 for digits 0, 1, 2 and the odd one 4, 5, 3:
+// a lane's two columns are two digits of one row, or the third digits of both.
+__device__ __forceinline__ constexpr int column_of(int row, int digit) {
+  return row % 2 == 0 ? digit : digit == 2 ? 3 : 4 + digit;
+}
+template <int M>
+constexpr int pairs_of = (M + 1) / 2;
+template <int M>
+constexpr int columns_of_pair = M == 1 ? 3 : 6;
 
 template <bool is_signed>
 __device__ __forceinline__ void multiply(int (&c)[4], const uint32_t (&a)[4], uint2 b) {
@@ -141,7 +147,7 @@ __device__ int digits_of_slice(uint4 (&raw)[U::columns / 256], bool is_half, int
       (half ? digit[1].y : digit[1].x) = __byte_perm(even, odd, 0x7632) ^ 0x80808080u;
       (half ? digit[2].y : digit[2].x) = top ^ 0x80808080u;
     }
-    uint8_t* step = digits + (i * 8 + lane / 4) * (3 * M * 32) + lane % 4 * 8;
+    uint8_t* step = digits + (i * 8 + lane / 4) * (3 * M * 32) + row / 2 * (columns_of_pair<M> * 32) + lane % 4 * 8;
 #pragma unroll
     for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(step + column_of(row, d) * 32) = digit[d];
     if (wants_sums) {
@@ -154,12 +160,12 @@ __device__ int digits_of_slice(uint4 (&raw)[U::columns / 256], bool is_half, int
 #pragma unroll
           for (int d = 0; d < 3; d++) total[d] += __shfl_xor_sync(0xffffffffu, total[d], apart);
         if (lane % lanes_of_group == 0) {
-          int* of_group = sums + (U::groups ? i * (32 / lanes_of_group) + lane / lanes_of_group : 0) * 8;
+          const int g = U::groups ? i * (32 / lanes_of_group) + lane / lanes_of_group : 0;
+          int* of_group = sums + (g * pairs_of<M> + row / 2) * 8;
 #pragma unroll
           for (int d = 0; d < 3; d++) of_group[column_of(row, d)] = total[d];
 #pragma unroll
-          for (int c = 6; c < 8; c++) of_group[c] = 0;
-          if constexpr (M == 1) of_group[3] = of_group[4] = of_group[5] = 0;
+          for (int column = M == 1 ? 3 : 6; column < 8; column++) of_group[column] = 0;
         }
         total[0] = total[1] = total[2] = 0;
       }
@@ -183,7 +189,8 @@ __device__ __forceinline__ void digits_of(const Digits& a, int first, int units,
       const int s = s0 + j * warps;
 #pragma unroll
       for (int i = 0; i < parts; i++)
-        if (s < slices) raw[j][i] = eight_of(a, s % M, (first + s / M) * U::columns + i * 256 + lane * 8);
+        raw[j][i] = s < slices && s % M < a.m ? eight_of(a, s % M, (first + s / M) * U::columns + i * 256 + lane * 8)
+                                              : uint4{0, 0, 0, 0};
     }
     if (s0 == warp) after_loads();
 #pragma unroll
@@ -191,7 +198,7 @@ __device__ __forceinline__ void digits_of(const Digits& a, int first, int units,
       const int s = s0 + j * warps, u = s / M;
       if (s < slices) {
         const int e = digits_of_slice<U, M>(raw[j], a.x_is_half, s % M, digits + u * (U::steps * 3 * M * 32),
-                                            sums + u * groups * 8, has_zero);
+                                            sums + u * (groups * pairs_of<M> * 8), has_zero);
         if (lane == 0) exponents[s] = e;
       }
     }
@@ -218,75 +225,83 @@ __device__ __forceinline__ float2 two_scales(const uint8_t* scales, Stored store
   return two_of(*reinterpret_cast<const uint32_t*>(scales + place * 2), stored == Stored::float16);
 }
 
-// The products of a unit: rows lane / 4 and that + 8, columns 2 (lane % 4) and that + 1 of the digits. One product waits for
-// the one before it in its sum, so the unit is worked on in four places at a time.
+// The products of a unit: rows lane / 4 and that + 8, columns 2 (lane % 4) and that + 1 of the digits of each pair of rows.
+// One product waits for the one before it in its sum, so four sums are under way at a time.
 template <int bits, int group, bool has_zero, int M>
 __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const uint8_t* digits, const int* sums, const Digits& a,
-                                                 int2 row_zero, float (&sum)[4]) {
+                                                 int2 row_zero, float (&sum)[pairs_of<M>][4]) {
   using U = Unit<bits, group, has_zero>;
-  constexpr int fields = 8 / bits, shift = bits == 4 ? 4 : 0;
-  constexpr int chains = 4, length = U::steps / chains, chains_of_group = (U::steps_of_group + length - 1) / length;
+  constexpr int fields = 8 / bits, shift = bits == 4 ? 4 : 0, pairs = pairs_of<M>;
+  constexpr int chains = 4 / pairs, length = U::steps / chains, chains_of_group = (U::steps_of_group + length - 1) / length;
   // Sums of 128 products and fewer stay within 2^22, so they come as floats 1.5 2^23 + sum.
   constexpr bool is_short = U::steps_of_group <= 4;
   constexpr int start = is_short ? 0x4b400000 : 0;
   const int lane = threadIdx.x % 32;
   const uint8_t* lane_codes = unit + lane * 16;
   const uint8_t* lane_digits = digits + (lane / 4) * 32 + lane % 4 * 8;
-  const bool has_column = lane / 4 < 3 * M;
-  int c[chains][4];
-#pragma unroll
-  for (int j = 0; j < chains; j++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) c[j][i] = j % chains_of_group ? 0 : start;
-#pragma unroll
-  for (int at = 0; at < length; at += fields) {
-    uint4 w[chains];
-    uint2 b[chains][fields];
-#pragma unroll
-    for (int j = 0; j < chains; j++) {
-      w[j] = *reinterpret_cast<const uint4*>(lane_codes + (j * length + at) / fields * 512);
-#pragma unroll
-      for (int f = 0; f < fields; f++) {
-        b[j][f] = {0, 0};
-        if (has_column) b[j][f] = *reinterpret_cast<const uint2*>(lane_digits + (j * length + at + f) * (3 * M * 32));
+  const bool has_column = lane / 4 < columns_of_pair<M>;
+  int c[chains][pairs][4];
+  float2 scale[chains];
+  const auto begin = [&](int j, int g) {  // the sums of a group in chain j, from less the zero point's share on
+    int2 zero = row_zero;
+    if constexpr (group > 0) {
+      scale[j] = two_scales(unit + U::code_bytes, a.scale_stored, U::place(g, lane / 4));
+      if constexpr (has_zero) {
+        const uint32_t two = *reinterpret_cast<const uint16_t*>(unit + U::zero_at(a.scale_size) + U::place(g, lane / 4));
+        zero = {static_cast<int>(two & 0xff), static_cast<int>(two >> 8)};
       }
     }
+#pragma unroll
+    for (int p = 0; p < pairs; p++) {
+      c[j][p][0] = c[j][p][1] = c[j][p][2] = c[j][p][3] = start;
+      if constexpr (has_zero) {
+        const int2 of_digits = *reinterpret_cast<const int2*>(sums + (g * pairs + p) * 8 + lane % 4 * 2);
+        c[j][p][0] -= (zero.x << shift) * of_digits.x;
+        c[j][p][1] -= (zero.x << shift) * of_digits.y;
+        c[j][p][2] -= (zero.y << shift) * of_digits.x;
+        c[j][p][3] -= (zero.y << shift) * of_digits.y;
+      }
+    }
+  };
+#pragma unroll
+  for (int at = 0; at < length; at += fields) {
     uint32_t codes[chains][fields][4];
 #pragma unroll
-    for (int j = 0; j < chains; j++) operands<bits>(w[j], codes[j]);
+    for (int j = 0; j < chains; j++)
+      operands<bits>(*reinterpret_cast<const uint4*>(lane_codes + (j * length + at) / fields * 512), codes[j]);
 #pragma unroll
     for (int f = 0; f < fields; f++) {
+      const int step = at + f;
 #pragma unroll
-      for (int j = 0; j < chains; j++) multiply<!has_zero>(c[j], codes[j][f], b[j][f]);
-      if ((at + f + 1) % U::steps_of_group && at + f + 1 < length) continue;
+      for (int j = 0; j < chains; j++) {
+        if (step % U::steps_of_group == 0) {
+          if (j % chains_of_group == 0) {
+            begin(j, (j * length + step) / U::steps_of_group);
+          } else {
 #pragma unroll
-      for (int j = 0; j < chains; j += chains_of_group) {
-#pragma unroll
-        for (int other = 1; other < chains_of_group; other++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) c[j][i] += c[j + other][i];
-        const int g = (j * length + at + f) / U::steps_of_group;
-        if constexpr (has_zero) {
-          int2 zero = row_zero;
-          if constexpr (group > 0) {
-            const uint32_t two = *reinterpret_cast<const uint16_t*>(unit + U::zero_at(a.scale_size) + U::place(g, lane / 4));
-            zero = {static_cast<int>(two & 0xff), static_cast<int>(two >> 8)};
+            for (int p = 0; p < pairs; p++) c[j][p][0] = c[j][p][1] = c[j][p][2] = c[j][p][3] = 0;
           }
-          const int2 of_digits = *reinterpret_cast<const int2*>(sums + g * 8 + lane % 4 * 2);
-          c[j][0] -= (zero.x << shift) * of_digits.x;
-          c[j][1] -= (zero.x << shift) * of_digits.y;
-          c[j][2] -= (zero.y << shift) * of_digits.x;
-          c[j][3] -= (zero.y << shift) * of_digits.y;
         }
-        float2 scale = {1.0f, 1.0f};
-        if constexpr (group > 0) scale = two_scales(unit + U::code_bytes, a.scale_stored, U::place(g, lane / 4));
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float whole = is_short ? __int_as_float(c[j][i]) - 12582912.0f : static_cast<float>(c[j][i]);
-          sum[i] = group > 0 ? fmaf(whole, i < 2 ? scale.x : scale.y, sum[i]) : whole;
-          c[j][i] = start;
+        for (int p = 0; p < pairs; p++) {
+          uint2 b = {0, 0};
+          if (has_column)
+            b = *reinterpret_cast<const uint2*>(lane_digits + (j * length + step) * (3 * M * 32) + p * (columns_of_pair<M> * 32));
+          multiply<!has_zero>(c[j][p], codes[j][f], b);
         }
       }
+      if ((step + 1) % U::steps_of_group && step + 1 < length) continue;
+#pragma unroll
+      for (int j = 0; j < chains; j += chains_of_group)
+#pragma unroll
+        for (int p = 0; p < pairs; p++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (int other = 1; other < chains_of_group; other++) c[j][p][i] += c[j + other][p][i];
+            const float whole = is_short ? __int_as_float(c[j][p][i]) - 12582912.0f : static_cast<float>(c[j][p][i]);
+            sum[p][i] = group > 0 ? fmaf(whole, i < 2 ? scale[j].x : scale[j].y, sum[p][i]) : whole;
+          }
     }
   }
 }
@@ -319,7 +334,7 @@ __device__ __noinline__ float products_beyond(const Digits& a, int64_t tile, int
 template <int bits, int group, bool has_zero, int M>
 __global__ void __launch_bounds__(most_warps_of_digits * 32, 1) digits_linear(const __grid_constant__ Digits a) {
   using U = Unit<bits, group, has_zero>;
-  constexpr int groups = U::groups ? U::groups : 1;
+  constexpr int groups = U::groups ? U::groups : 1, pairs = pairs_of<M>;
   extern __shared__ __align__(128) uint8_t memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const DigitsMemory at(M, warps, a.stages, a.unit_size, U::steps, has_zero ? groups : 0, a.units_of_pass, a.most_tiles);
@@ -372,7 +387,7 @@ __global__ void __launch_bounds__(most_warps_of_digits * 32, 1) digits_linear(co
     });
     __syncthreads();
 
-    float total[4] = {};
+    float total[pairs][4] = {};
     while (now.tile < tiles) {
       const int tile = now.tile, u = now.unit;
       int2 row_zero = {0, 0};
@@ -380,14 +395,14 @@ __global__ void __launch_bounds__(most_warps_of_digits * 32, 1) digits_linear(co
         const int64_t n = (first_tile + tile) * rows_of_tile + lane / 4;
         row_zero = {n < a.n ? a.zero_point[n] : 0, n + 8 < a.n ? a.zero_point[n + 8] : 0};
       }
-      float sum[4] = {};
+      float sum[pairs][4] = {};
 #if LOWBIT_BULK_COPIES
       wait(barriers + stage, parity);
       const uint8_t* unit = ring + stage * a.unit_size;
 #else
       const uint8_t* unit = bytes_of(now);
 #endif
-      products_of_unit<bits, group, has_zero, M>(unit, digits + u * (U::steps * 3 * M * 32), sums + u * groups * 8, a,
+      products_of_unit<bits, group, has_zero, M>(unit, digits + u * (U::steps * 3 * M * 32), sums + u * (groups * pairs * 8), a,
                                                  row_zero, sum);
 #if LOWBIT_BULK_COPIES
       __syncwarp();
@@ -398,30 +413,33 @@ __global__ void __launch_bounds__(most_warps_of_digits * 32, 1) digits_linear(co
       // may be no fp32 number where x is subnormal.
       const int t = lane % 4;
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const int row = M == 1 ? 0 : t == 2 ? 1 : t == 1 ? j : 0, digit = t == 1 ? 2 : j;
-        int e = exponents[u * M + row];
-        if (e == 1 << 20) e = 0, is_finite = false;
-        const int power = e - 21 + 8 * digit - (bits == 4 ? 4 : 0), one = power >> 1;
-        const float f = power_of_two(one), g = power_of_two(power - one);
-        total[j] += sum[j] * f * g;
-        total[2 + j] += sum[2 + j] * f * g;
-      }
+      for (int p = 0; p < pairs; p++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int row = M == 1 ? 0 : 2 * p + (t == 2 || (t == 1 && j)), digit = t == 1 ? 2 : j;
+          int e = exponents[u * M + row];
+          if (e == 1 << 20) e = 0, is_finite = false;
+          const int power = e - 21 + 8 * digit - (bits == 4 ? 4 : 0), one = power >> 1;
+          const float f = power_of_two(one), g = power_of_two(power - one);
+          total[p][j] += sum[p][j] * f * g;
+          total[p][2 + j] += sum[p][2 + j] * f * g;
+        }
       now.advance(warps, units);
       if (now.tile != tile) {
+        float* rows = partial + (tile * warps + warp) * (M * rows_of_tile) + lane / 4;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const float both = total[2 * half] + total[2 * half + 1];
-          const float third = __shfl_down_sync(0xffffffffu, total[2 * half], 1);
-          float* rows = partial + (tile * warps + warp) * (M * rows_of_tile) + half * 8 + lane / 4;
-          if (t == 0) rows[0] += both + third;
-          if constexpr (M == 2) {
-            const float other = __shfl_up_sync(0xffffffffu, total[2 * half + 1], 1);
-            if (t == 2) rows[rows_of_tile] += both + other;
+        for (int p = 0; p < pairs; p++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const float both = total[p][2 * half] + total[p][2 * half + 1];
+            const float third = __shfl_down_sync(0xffffffffu, total[p][2 * half], 1);
+            if (t == 0) rows[2 * p * rows_of_tile + half * 8] += both + third;
+            if constexpr (M > 1) {
+              const float other = __shfl_up_sync(0xffffffffu, total[p][2 * half + 1], 1);
+              if (t == 2) rows[(2 * p + 1) * rows_of_tile + half * 8] += both + other;
+            }
+            total[p][2 * half] = total[p][2 * half + 1] = 0;
           }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) total[i] = 0;
       }
     }
   }
@@ -430,7 +448,7 @@ __global__ void __launch_bounds__(most_warps_of_digits * 32, 1) digits_linear(co
   for (int i = threadIdx.x; i < tiles * M * rows_of_tile; i += blockDim.x) {
     const int tile = i / (M * rows_of_tile), m = i / rows_of_tile % M, row = i % rows_of_tile;
     const int64_t n = (first_tile + tile) * rows_of_tile + row;
-    if (n >= a.n) continue;
+    if (n >= a.n || m >= a.m) continue;
     float sum = 0;
     for (int w = 0; w < warps; w++) sum += partial[(tile * warps + w) * (M * rows_of_tile) + m * rows_of_tile + row];
     if constexpr (group == 0) sum *= number_at(a.scale, a.scale_stored, n);

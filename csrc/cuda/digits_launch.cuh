@@ -16,7 +16,7 @@ struct DigitsPlan {
 };
 
 template <int bits>
-cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream);
+cudaError_t launch_digits(Digits a, int group, DigitsPlan plan, cudaStream_t stream);
 
 struct Device {
   int processors, memory, generation;  // generation: 80, 90, ...
@@ -59,7 +59,7 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
   const bool is_early = device.generation >= 90 && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
 
-  constexpr int tiles_of_block = 32;
+  constexpr int tiles_of_block = M <= 4 ? 32 : 16;
   const int64_t blocks = std::min(a.tiles, std::max<int64_t>(device.processors, (a.tiles + tiles_of_block - 1) / tiles_of_block));
   a.most_tiles = static_cast<int>((a.tiles + blocks - 1) / blocks);
   const int warps = plan.warps ? plan.warps : 8;
@@ -67,10 +67,16 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
     return DigitsMemory(M, warps, stages, a.unit_size, U::steps, has_zero ? std::max(U::groups, 1) : 0, units, a.most_tiles).total;
   };
   const int fewest = device.generation >= 90 ? 2 : 0, wanted = device.generation >= 90 ? (plan.stages ? plan.stages : 4) : 0;
+  // With half of the memory free, the next kernel's blocks fit beside these.
+  constexpr int reserved = 1024;
+  const int half = device.memory / 2 - reserved;
   a.units_of_pass = a.units_of_row;
   while (a.units_of_pass > 1 && memory_with(fewest, a.units_of_pass) > device.memory) a.units_of_pass = (a.units_of_pass + 1) / 2;
   a.stages = wanted;
   while (a.stages > fewest && memory_with(a.stages, a.units_of_pass) > device.memory) a.stages--;
+  if (!plan.stages)
+    for (int stages = fewest; stages < a.stages; stages++)
+      if (memory_with(stages, a.units_of_pass) <= half && memory_with(stages + 1, a.units_of_pass) > half) a.stages = stages;
   a.early_stages = !is_early ? 0 : std::min(a.stages, plan.early_stages ? plan.early_stages : a.stages);
 
   cudaLaunchConfig_t config = {};
@@ -87,10 +93,14 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
 }
 
 template <int bits>
-cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream) {
+cudaError_t launch_digits(Digits a, int group, DigitsPlan plan, cudaStream_t stream) {
   const auto with = [&](auto size, auto zero) {
-    return m == 1 ? launch_digits_kernel<bits, size.value, zero.value, 1>(a, plan, stream)
-                  : launch_digits_kernel<bits, size.value, zero.value, 2>(a, plan, stream);
+    constexpr int group = size.value;
+    constexpr bool has_zero = zero.value;
+    return a.m == 1   ? launch_digits_kernel<bits, group, has_zero, 1>(a, plan, stream)
+           : a.m == 2 ? launch_digits_kernel<bits, group, has_zero, 2>(a, plan, stream)
+           : a.m <= 4 ? launch_digits_kernel<bits, group, has_zero, 4>(a, plan, stream)
+                      : launch_digits_kernel<bits, group, has_zero, 8>(a, plan, stream);
   };
   const auto with_zero = [&](auto zero) {
     switch (group) {

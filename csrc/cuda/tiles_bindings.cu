@@ -13,8 +13,8 @@
 
 namespace lowbit::cuda {
 
-extern template cudaError_t launch_digits<4>(Digits, int, int, DigitsPlan, cudaStream_t);
-extern template cudaError_t launch_digits<8>(Digits, int, int, DigitsPlan, cudaStream_t);
+extern template cudaError_t launch_digits<4>(Digits, int, DigitsPlan, cudaStream_t);
+extern template cudaError_t launch_digits<8>(Digits, int, DigitsPlan, cudaStream_t);
 
 }  // namespace lowbit::cuda
 
@@ -70,6 +70,7 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   for (size_t i = 0; i + 1 < shape.size(); i++) m *= shape[i];
   STD_TORCH_CHECK(m <= most_rows_of_digits, "x must have at most ", most_rows_of_digits, " rows, got ", m);
 
+  a.m = static_cast<int>(m);
   a.scale_stored = stored_as(scale);
   a.scale_size = a.scale_stored == Stored::float32 ? 4 : 2;
   a.has_zero = zero_any.has_value();
@@ -107,7 +108,7 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   const int group = group_size == -1 ? (a.k ? 0 : 32) : static_cast<int>(group_size);  // without columns there is no scale
   const DigitsPlan plan = {static_cast<int>(warps), static_cast<int>(stages), static_cast<int>(a.k ? early_stages : -1)};
   const auto launch = bits == 4 ? launch_digits<4> : launch_digits<8>;
-  const cudaError_t error = launch(a, static_cast<int>(m), group, plan, static_cast<cudaStream_t>(stream));
+  const cudaError_t error = launch(a, group, plan, static_cast<cudaStream_t>(stream));
   STD_TORCH_CHECK(error == cudaSuccess, "the kernel could not be launched: ", cudaGetErrorString(error));
   return y;
 }
