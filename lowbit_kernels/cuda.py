@@ -1,4 +1,4 @@
-"""Rows for what csrc compiles for CUDA: linear for one or two rows of x from tiles, for up to eight from canonical bytes.
+"""Rows for what csrc compiles for CUDA: linear for up to eight rows of x, from tiles and from canonical bytes.
 
 The library is loaded when a call first asks for it; importing this file touches neither it nor the driver.
 """
@@ -37,7 +37,9 @@ def linear(
 def digits_linear(
     x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
 ) -> Tensor:
-    """``x @ W.T + bias`` for one or two rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
+    """``x @ W.T + bias`` for at most eight rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
+    if bias is not None:
+        bias = bias.to(x.dtype)
     return torch.ops.lowbit_cuda.digits_linear(x, packed, scale, zero_point, bias, scheme.bits, scheme.group_size)
 
 
@@ -58,10 +60,10 @@ register(
         scales=ALL_PLAIN_SCALES,
         groups=_tile_groups,
         dtypes=frozenset({torch.float16, torch.bfloat16}),
-        m=(1, 2),
+        m=(1, 8),
         arch=80,
         available=available,
-        tiles=((2, 16, 256), (2, 16, 512)),
+        tiles=((2, 16, 256), (4, 16, 512)),
     )
 )
 register(

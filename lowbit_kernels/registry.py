@@ -49,8 +49,9 @@ class Kernel:
 
     A field left at None takes everything. ``m`` is an inclusive range; ``arch`` the least architecture (90 for an H100,
     0 elsewhere). ``available()`` tells why the kernel cannot run on this machine, or None. ``contract`` names the
-    accuracy: ``"exact"`` (fp32 accumulation of the exact quantized weights, rounded once at the end) or ``"weights
-    rounded once"`` (to the dtype of x, before the multiplication). ``on_request``: taken only where :func:`strict` names
+    accuracy: ``"exact"`` (fp32 accumulation of the exact quantized weights, rounded once at the end), ``"exact digits"`` (the
+    same, with x to 2^-22 of the largest in each slice of up to 512) or ``"weights rounded once"`` (to the dtype of x, before
+    the multiplication). ``on_request``: taken only where :func:`strict` names
     it (an interpreter, say, is right but slow). ``tiles``: (M, N, K) of the blocks it works in, whose edges tests probe.
     ``layout`` None: reads canonical bytes, and takes a weight in any layout, whose bytes are restored for each call.
     """

@@ -35,7 +35,7 @@ struct Digits {
   int64_t n, tiles;
   int m, k, units_of_row, units_of_pass;  // x is held for that many units at a time
   int stages, early_stages;            // of each warp's ring; copies that start before x is waited for
-  int most_tiles;                      // of a block
+  int fewest_tiles, blocks_with_more;  // the first blocks have a tile more than the others
   bool has_zero, x_is_half, x_on_16_bytes;
 };
 
@@ -179,29 +179,29 @@ __device__ int digits_of_slice(uint4 (&raw)[U::columns / 256], bool is_half, int
 template <class U, int M, bool has_zero, class F>
 __device__ __forceinline__ void digits_of(const Digits& a, int first, int units, uint8_t* digits, int* sums, int* exponents,
                                           F after_loads) {
-  constexpr int parts = U::columns / 256, groups = U::groups ? U::groups : 1, ahead = 4;
+  constexpr int parts = U::columns / 256, groups = U::groups ? U::groups : 1, ahead = 3;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, slices = units * M;
-  if (warp >= slices) after_loads();
-  for (int s0 = warp; s0 < slices; s0 += ahead * warps) {
-    uint4 raw[ahead][parts];
+  uint4 raw[ahead][parts];
+  const auto load = [&](int s, uint4(&to)[parts]) {
 #pragma unroll
-    for (int j = 0; j < ahead; j++) {
-      const int s = s0 + j * warps;
+    for (int i = 0; i < parts; i++)
+      to[i] = s < slices && s % M < a.m ? eight_of(a, s % M, (first + s / M) * U::columns + i * 256 + lane * 8) : uint4{0, 0, 0, 0};
+  };
 #pragma unroll
-      for (int i = 0; i < parts; i++)
-        raw[j][i] = s < slices && s % M < a.m ? eight_of(a, s % M, (first + s / M) * U::columns + i * 256 + lane * 8)
-                                              : uint4{0, 0, 0, 0};
+  for (int j = 0; j < ahead; j++) load(warp + j * warps, raw[j]);
+  after_loads();
+#pragma unroll 1
+  for (int s = warp; s < slices; s += warps) {
+    const int u = s / M;
+    const int e = digits_of_slice<U, M>(raw[0], a.x_is_half, s % M, digits + u * (U::steps * 3 * M * 32),
+                                        sums + u * (groups * pairs_of<M> * 8), has_zero);
+    if (lane == 0) exponents[s] = e;
+#pragma unroll
+    for (int i = 0; i < parts; i++) {
+#pragma unroll
+      for (int j = 0; j + 1 < ahead; j++) raw[j][i] = raw[j + 1][i];
     }
-    if (s0 == warp) after_loads();
-#pragma unroll
-    for (int j = 0; j < ahead; j++) {
-      const int s = s0 + j * warps, u = s / M;
-      if (s < slices) {
-        const int e = digits_of_slice<U, M>(raw[j], a.x_is_half, s % M, digits + u * (U::steps * 3 * M * 32),
-                                            sums + u * (groups * pairs_of<M> * 8), has_zero);
-        if (lane == 0) exponents[s] = e;
-      }
-    }
+    load(s + ahead * warps, raw[ahead - 1]);
   }
 }
 
@@ -313,6 +313,7 @@ __device__ __noinline__ float products_beyond(const Digits& a, int64_t tile, int
   const uint8_t* bytes = a.units + (tile * a.units_of_row + unit) * a.unit_size;
   const int64_t n = tile * rows_of_tile + row;
   float sum = 0;
+#pragma unroll 1
   for (int k = 0; k < U::columns && unit * U::columns + k < a.k; k++) {
     uint32_t code = code_of_tile<bits>(bytes, row, k);
     float scale, zero = 0;
@@ -337,12 +338,13 @@ __global__ void __launch_bounds__(most_warps_of_digits * 32, 1) digits_linear(co
   constexpr int groups = U::groups ? U::groups : 1, pairs = pairs_of<M>;
   extern __shared__ __align__(128) uint8_t memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const DigitsMemory at(M, warps, a.stages, a.unit_size, U::steps, has_zero ? groups : 0, a.units_of_pass, a.most_tiles);
+  const DigitsMemory at(M, warps, a.stages, a.unit_size, U::steps, has_zero ? groups : 0, a.units_of_pass,
+                        a.fewest_tiles + (a.blocks_with_more > 0));
   uint8_t* digits = memory + at.digits;
   int *sums = reinterpret_cast<int*>(memory + at.sums), *exponents = reinterpret_cast<int*>(memory + at.exponents);
   float* partial = reinterpret_cast<float*>(memory + at.partial);
-  const int64_t first_tile = a.tiles * blockIdx.x / gridDim.x;
-  const int tiles = static_cast<int>(a.tiles * (blockIdx.x + 1) / gridDim.x - first_tile);
+  const int block = blockIdx.x, tiles = a.fewest_tiles + (block < a.blocks_with_more);
+  const int64_t first_tile = static_cast<int64_t>(block) * a.fewest_tiles + min(block, a.blocks_with_more);
   const uint8_t* weights = a.units + first_tile * a.units_of_row * a.unit_size;
 
   let_dependents_start();
@@ -382,7 +384,8 @@ __global__ void __launch_bounds__(most_warps_of_digits * 32, 1) digits_linear(co
     if (first == 0) wait_for_predecessors();
     digits_of<U, M, has_zero>(a, first, units, digits, sums, exponents, [&] {
 #if LOWBIT_BULK_COPIES
-      start_copies(a.stages - a.early_stages);  // behind the loads of x, which would else wait behind these
+      __syncthreads();  // behind the loads of x of all warps, which would else wait behind these
+      start_copies(a.stages - a.early_stages);
 #endif
     });
     __syncthreads();
@@ -453,8 +456,10 @@ __global__ void __launch_bounds__(most_warps_of_digits * 32, 1) digits_linear(co
     for (int w = 0; w < warps; w++) sum += partial[(tile * warps + w) * (M * rows_of_tile) + m * rows_of_tile + row];
     if constexpr (group == 0) sum *= number_at(a.scale, a.scale_stored, n);
     if (!is_finite) {
+#pragma unroll 1
       for (int u = 0; u < a.units_of_row; u++) {
         bool has_all = true;
+#pragma unroll 1
         for (int k = 0; k < U::columns && u * U::columns + k < a.k; k++) {
           const uint16_t x = static_cast<const uint16_t*>(a.x)[int64_t{m} * a.k + u * U::columns + k];
           has_all &= (x & 0x7fff) < (a.x_is_half ? 0x7c00 : 0x7f80);

@@ -61,10 +61,12 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
 
   constexpr int tiles_of_block = M <= 4 ? 32 : 16;
   const int64_t blocks = std::min(a.tiles, std::max<int64_t>(device.processors, (a.tiles + tiles_of_block - 1) / tiles_of_block));
-  a.most_tiles = static_cast<int>((a.tiles + blocks - 1) / blocks);
+  a.fewest_tiles = static_cast<int>(a.tiles / blocks);
+  a.blocks_with_more = static_cast<int>(a.tiles % blocks);
+  const int most_tiles = a.fewest_tiles + (a.blocks_with_more > 0);
   const int warps = plan.warps ? plan.warps : 8;
   const auto memory_with = [&](int stages, int units) {
-    return DigitsMemory(M, warps, stages, a.unit_size, U::steps, has_zero ? std::max(U::groups, 1) : 0, units, a.most_tiles).total;
+    return DigitsMemory(M, warps, stages, a.unit_size, U::steps, has_zero ? std::max(U::groups, 1) : 0, units, most_tiles).total;
   };
   const int fewest = device.generation >= 90 ? 2 : 0, wanted = device.generation >= 90 ? (plan.stages ? plan.stages : 4) : 0;
   // With half of the memory free, the next kernel's blocks fit beside these.
