@@ -179,7 +179,8 @@ __device__ int digits_of_slice(uint4 (&raw)[U::columns / 256], bool is_half, int
 template <class U, int M, bool has_zero, class F>
 __device__ __forceinline__ void digits_of(const Digits& a, int first, int units, uint8_t* digits, int* sums, int* exponents,
                                           F after_loads) {
-  constexpr int parts = U::columns / 256, groups = U::groups ? U::groups : 1, ahead = 3;
+  constexpr int parts = U::columns / 256, groups = U::groups ? U::groups : 1;
+  constexpr int together = 2, ahead = 2 * together;  // slices whose steps interleave, and whose loads are under way
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, slices = units * M;
   uint4 raw[ahead][parts];
   const auto load = [&](int s, uint4(&to)[parts]) {
@@ -191,17 +192,21 @@ __device__ __forceinline__ void digits_of(const Digits& a, int first, int units,
   for (int j = 0; j < ahead; j++) load(warp + j * warps, raw[j]);
   after_loads();
 #pragma unroll 1
-  for (int s = warp; s < slices; s += warps) {
-    const int u = s / M;
-    const int e = digits_of_slice<U, M>(raw[0], a.x_is_half, s % M, digits + u * (U::steps * 3 * M * 32),
-                                        sums + u * (groups * pairs_of<M> * 8), has_zero);
-    if (lane == 0) exponents[s] = e;
+  for (int s0 = warp; s0 < slices; s0 += together * warps) {
 #pragma unroll
-    for (int i = 0; i < parts; i++) {
-#pragma unroll
-      for (int j = 0; j + 1 < ahead; j++) raw[j][i] = raw[j + 1][i];
+    for (int j = 0; j < together; j++) {
+      const int s = s0 + j * warps, u = s / M;
+      if (s >= slices) break;
+      const int e = digits_of_slice<U, M>(raw[j], a.x_is_half, s % M, digits + u * (U::steps * 3 * M * 32),
+                                          sums + u * (groups * pairs_of<M> * 8), has_zero);
+      if (lane == 0) exponents[s] = e;
     }
-    load(s + ahead * warps, raw[ahead - 1]);
+#pragma unroll
+    for (int j = 0; j < together; j++) {
+#pragma unroll
+      for (int i = 0; i < parts; i++) raw[j][i] = raw[j + together][i];
+      load(s0 + (j + ahead) * warps, raw[j + together]);
+    }
   }
 }
 

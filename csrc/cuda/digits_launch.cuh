@@ -64,22 +64,25 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   a.fewest_tiles = static_cast<int>(a.tiles / blocks);
   a.blocks_with_more = static_cast<int>(a.tiles % blocks);
   const int most_tiles = a.fewest_tiles + (a.blocks_with_more > 0);
-  const int warps = plan.warps ? plan.warps : 8;
+  int warps = plan.warps;
   const auto memory_with = [&](int stages, int units) {
     return DigitsMemory(M, warps, stages, a.unit_size, U::steps, has_zero ? std::max(U::groups, 1) : 0, units, most_tiles).total;
   };
-  const int fewest = device.generation >= 90 ? 2 : 0, wanted = device.generation >= 90 ? (plan.stages ? plan.stages : 4) : 0;
-  // With half of the memory free, the next kernel's blocks fit beside these.
-  constexpr int reserved = 1024;
-  const int half = device.memory / 2 - reserved;
+  const bool has_ring = device.generation >= 90;
+  const int fewest = has_ring ? 2 : 0, wanted = has_ring ? (plan.stages ? plan.stages : 3) : 0;
+  if (warps == 0) {  // more of them where they have more to do for each byte of weights, unless x has to come in passes then
+    warps = most_warps_of_digits;
+    if ((bits == 4 && M == 1) || memory_with(M <= 2 ? wanted : fewest, a.units_of_row) > device.memory) warps = 8;
+  }
   a.units_of_pass = a.units_of_row;
   while (a.units_of_pass > 1 && memory_with(fewest, a.units_of_pass) > device.memory) a.units_of_pass = (a.units_of_pass + 1) / 2;
   a.stages = wanted;
   while (a.stages > fewest && memory_with(a.stages, a.units_of_pass) > device.memory) a.stages--;
-  if (!plan.stages)
-    for (int stages = fewest; stages < a.stages; stages++)
-      if (memory_with(stages, a.units_of_pass) <= half && memory_with(stages + 1, a.units_of_pass) > half) a.stages = stages;
-  a.early_stages = !is_early ? 0 : std::min(a.stages, plan.early_stages ? plan.early_stages : a.stages);
+  // Copies that start before x is there delay x. All of them are worth it where they are all that a warp has to copy; a ring
+  // no longer than that leaves room for the next kernel's blocks.
+  const int units_of_warp = (most_tiles * a.units_of_row + warps - 1) / warps;
+  if (has_ring && !plan.stages) a.stages = std::min(a.stages, std::max(fewest, units_of_warp));
+  a.early_stages = !is_early ? 0 : std::min(a.stages, plan.early_stages ? plan.early_stages : units_of_warp <= a.stages ? a.stages : 1);
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
