@@ -4,7 +4,7 @@
 // of at most 2^-22 of the slice's largest element. X is written in three balanced digits to the base 256 (each -128..127),
 // and the digits are columns of operand B of mma.m16n8k32, which multiplies 8-bit integers: two rows of x fill six of its
 // eight columns, which 16-bit rows would leave empty. Products and the sums of a group are exact integers, and so
-// is the zero point's share, z times the sum of the digits. From there on fp32: the group's scale, the slice's power of
+// is the zero point's share, z times the sum of X, in digits too. From there on fp32: the group's scale, the slice's power of
 // two, the sums of slices, of digits and of warps in a fixed order, then bias and the one rounding.
 //
 // A four-bit code is used where it lies, in the upper half of a byte (16 q), so two codes cost three logic operations.
@@ -125,7 +125,7 @@ __device__ int digits_of_slice(uint4 (&raw)[U::columns / 256], bool is_half, int
   const int e = most && is_finite ? static_cast<int>(__float_as_uint(largest) >> 23) - 127 : 0;
   const float factor = power_of_two(21 - e);
   constexpr int lanes_of_group = U::groups ? U::columns / U::groups / 8 : 32;
-  int total[3] = {};
+  int total = 0;
 #pragma unroll
   for (int i = 0; i < parts; i++) {
     const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
@@ -152,22 +152,22 @@ __device__ int digits_of_slice(uint4 (&raw)[U::columns / 256], bool is_half, int
     for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(step + column_of(row, d) * 32) = digit[d];
     if (wants_sums) {
 #pragma unroll
-      for (int d = 0; d < 3; d++)
-        total[d] = __dp4a(static_cast<int>(digit[d].x), 0x01010101, __dp4a(static_cast<int>(digit[d].y), 0x01010101, total[d]));
+      for (int j = 0; j < 8; j++) total += static_cast<int>(biased[j]) & 0xffffff;
+      total -= 8 * 0x808080;
       if (U::groups || i + 1 == parts) {
 #pragma unroll
-        for (int apart = 1; apart < lanes_of_group; apart *= 2)
-#pragma unroll
-          for (int d = 0; d < 3; d++) total[d] += __shfl_xor_sync(0xffffffffu, total[d], apart);
+        for (int apart = 1; apart < lanes_of_group; apart *= 2) total += __shfl_xor_sync(0xffffffffu, total, apart);
         if (lane % lanes_of_group == 0) {
           const int g = U::groups ? i * (32 / lanes_of_group) + lane / lanes_of_group : 0;
           int* of_group = sums + (g * pairs_of<M> + row / 2) * 8;
-#pragma unroll
-          for (int d = 0; d < 3; d++) of_group[column_of(row, d)] = total[d];
+          const int low = static_cast<int8_t>(total), rest = (total - low) >> 8, middle = static_cast<int8_t>(rest);
+          of_group[column_of(row, 0)] = low;
+          of_group[column_of(row, 1)] = middle;
+          of_group[column_of(row, 2)] = (rest - middle) >> 8;
 #pragma unroll
           for (int column = M == 1 ? 3 : 6; column < 8; column++) of_group[column] = 0;
         }
-        total[0] = total[1] = total[2] = 0;
+        total = 0;
       }
     }
   }
@@ -238,8 +238,8 @@ __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const uint
   using U = Unit<bits, group, has_zero>;
   constexpr int fields = 8 / bits, shift = bits == 4 ? 4 : 0, pairs = pairs_of<M>;
   constexpr int chains = 4 / pairs, length = U::steps / chains, chains_of_group = (U::steps_of_group + length - 1) / length;
-  // Sums of 128 products and fewer stay within 2^22, so they come as floats 1.5 2^23 + sum.
-  constexpr bool is_short = U::steps_of_group <= 4;
+  // Sums of 128 products and fewer stay within 2^22, so they come as floats 1.5 2^23 + sum; but for 8 bits with a zero point.
+  constexpr bool is_short = U::steps_of_group <= 4 && !(bits == 8 && has_zero);
   constexpr int start = is_short ? 0x4b400000 : 0;
   const int lane = threadIdx.x % 32;
   const uint8_t* lane_codes = unit + lane * 16;

@@ -53,11 +53,14 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
     if (index < 64) may_use_all[index] = true;
   }
 
+  // Only the code for 9.0 has bulk copies and can wait for its predecessor; newer devices compile that for 8.0.
+  const bool has_ring = device.generation == 90;
+
   // A graph can let a kernel start while the one before it ends. Outside of one the launches themselves are slower than what
   // that hides, and the weights may have been written by the kernel just before.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
-  const bool is_early = device.generation >= 90 && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
+  const bool is_early = has_ring && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
 
   constexpr int tiles_of_block = M <= 4 ? 32 : 16;
   const int64_t blocks = std::min(a.tiles, std::max<int64_t>(device.processors, (a.tiles + tiles_of_block - 1) / tiles_of_block));
@@ -68,21 +71,22 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   const auto memory_with = [&](int stages, int units) {
     return DigitsMemory(M, warps, stages, a.unit_size, U::steps, has_zero ? std::max(U::groups, 1) : 0, units, most_tiles).total;
   };
-  const bool has_ring = device.generation >= 90;
   const int fewest = has_ring ? 2 : 0, wanted = has_ring ? (plan.stages ? plan.stages : 3) : 0;
   if (warps == 0) {  // more of them where they have more to do for each byte of weights, unless x has to come in passes then
     warps = most_warps_of_digits;
-    if ((bits == 4 && M == 1) || memory_with(M <= 2 ? wanted : fewest, a.units_of_row) > device.memory) warps = 8;
+    const bool is_little = M == 1 && most_tiles * a.units_of_row < 100;
+    if (is_little || memory_with(M <= 2 ? wanted : fewest, a.units_of_row) > device.memory) warps = 8;
   }
   a.units_of_pass = a.units_of_row;
   while (a.units_of_pass > 1 && memory_with(fewest, a.units_of_pass) > device.memory) a.units_of_pass = (a.units_of_pass + 1) / 2;
   a.stages = wanted;
   while (a.stages > fewest && memory_with(a.stages, a.units_of_pass) > device.memory) a.stages--;
-  // Copies that start before x is there delay x. All of them are worth it where they are all that a warp has to copy; a ring
-  // no longer than that leaves room for the next kernel's blocks.
+  // Copies that start before x is there delay x: all are worth it where they are all that a warp has to copy, more than one
+  // where it has many. A ring no longer than needed leaves room for the next kernel's blocks.
   const int units_of_warp = (most_tiles * a.units_of_row + warps - 1) / warps;
   if (has_ring && !plan.stages) a.stages = std::min(a.stages, std::max(fewest, units_of_warp));
-  a.early_stages = !is_early ? 0 : std::min(a.stages, plan.early_stages ? plan.early_stages : units_of_warp <= a.stages ? a.stages : 1);
+  const int early = units_of_warp <= a.stages ? a.stages : units_of_warp > 10 ? 2 : 1;
+  a.early_stages = !is_early ? 0 : std::min(a.stages, plan.early_stages ? plan.early_stages : early);
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
