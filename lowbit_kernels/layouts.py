@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lowbit.packing import packed_size
 from lowbit.scheme import Scheme
+
+from . import tiles
 
 __all__ = ["LAYOUTS", "Layout", "Parts"]
 
@@ -25,17 +28,36 @@ class Parts(NamedTuple):
     zero_point: Tensor | None
 
 
+def _canonical_sizes(scheme: Scheme, n: int, k: int) -> tuple[int, int]:
+    return packed_size(scheme.bits, k), scheme.groups(k) if k else 0
+
+
 @dataclass(frozen=True)
 class Layout:
-    """A named bijection. ``arrange(parts, scheme, k)`` takes canonical parts, ``restore`` gives them back bit for bit."""
+    """A named bijection. ``arrange(parts, scheme, k)`` takes canonical parts, ``restore`` gives them back bit for bit.
+
+    ``sizes(scheme, n, k)``: the last dimensions of ``packed`` and of ``scale`` for a weight [n, k] in this layout.
+    """
 
     name: str
     arrange: Callable[[Parts, Scheme, int], Parts]
     restore: Callable[[Parts, Scheme, int], Parts]
+    sizes: Callable[[Scheme, int, int], tuple[int, int]] = _canonical_sizes
 
 
 def _same(parts: Parts, scheme: Scheme, k: int) -> Parts:
     return parts
 
 
-LAYOUTS: dict[str, Layout] = {"canonical": Layout("canonical", _same, _same)}
+def _to_tiles(parts: Parts, scheme: Scheme, k: int) -> Parts:
+    return Parts(*tiles.arrange(*parts, scheme, k))
+
+
+def _from_tiles(parts: Parts, scheme: Scheme, k: int) -> Parts:
+    return Parts(*tiles.restore(*parts, scheme, k))
+
+
+LAYOUTS: dict[str, Layout] = {
+    "canonical": Layout("canonical", _same, _same),
+    "tiles": Layout("tiles", _to_tiles, _from_tiles, tiles.sizes),
+}

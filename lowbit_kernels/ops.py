@@ -18,6 +18,7 @@ from lowbit.packing import packed_size
 from lowbit.scales import METHODS
 from lowbit.scheme import Scheme
 
+from .layouts import LAYOUTS
 from .registry import Call, run
 
 __all__: list[str] = []
@@ -74,10 +75,17 @@ def _likes(*tensors: Tensor | None) -> tuple[_Like | None, ...]:
     return tuple(None if tensor is None else _like(tensor) for tensor in tensors)
 
 
-def _check_weight(scheme: Scheme, k: int, packed: _Like, scale: _Like, zero_point: _Like | None, outer: _Like | None) -> None:
-    if packed.dtype != torch.uint8 or len(packed.shape) < 2 or packed.shape[-1] != packed_size(scheme.bits, k):
-        raise ValueError(f"a {scheme} weight with K={k} has uint8 rows of {packed_size(scheme.bits, k)} bytes, got {packed}")
-    want = (*packed.shape[:-1], scheme.groups(k) if k else 0)
+def _check_weight(
+    scheme: Scheme, layout: str, k: int, packed: _Like, scale: _Like, zero_point: _Like | None, outer: _Like | None
+) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"no layout named {layout!r}; there are {', '.join(LAYOUTS)}")
+    n = packed.shape[-2] if len(packed.shape) > 1 else 0
+    row_bytes, groups = LAYOUTS[layout].sizes(scheme, n, k)
+    if packed.dtype != torch.uint8 or len(packed.shape) < 2 or packed.shape[-1] != row_bytes:
+        where = "" if layout == "canonical" else f" in the layout {layout}"
+        raise ValueError(f"a {scheme} weight with K={k}{where} has uint8 rows of {row_bytes} bytes, got {packed}")
+    want = (*packed.shape[:-1], groups)
     for name, part, dtype in (("scale", scale, scheme.scale_dtype), ("zero_point", zero_point, scheme.zero_point_dtype)):
         if (part is None) != (dtype is None):
             raise ValueError(f"a {scheme} weight has {'no' if dtype is None else 'a'} {name}")
@@ -120,7 +128,7 @@ def _product(
     """The scheme and the :class:`Call` of a product of x [..., K] and a weight [..., N, K] that fit each other."""
     how = Scheme.parse(scheme)
     _check_x(x, bias, packed)
-    _check_weight(how, x.shape[-1], packed, scale, zero_point, outer)
+    _check_weight(how, layout, x.shape[-1], packed, scale, zero_point, outer)
     rows = x.shape[1:-1] if op == "grouped_linear" else x.shape[:-1]
     return how, call_for(op, how, layout, x.device, x.dtype, math.prod(rows), packed.shape[-2], x.shape[-1])
 
@@ -197,7 +205,7 @@ def _embedding(
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
     how = Scheme.parse(scheme)
-    _check_weight(how, k, _like(packed), _like(scale), *_likes(zero_point, outer))
+    _check_weight(how, layout, k, _like(packed), _like(scale), *_likes(zero_point, outer))
     call = call_for("embedding", how, layout, packed.device, dtype, indices.numel(), packed.shape[0], k)
     return run(call, indices, packed, scale, zero_point, outer, how, k, dtype)
 
@@ -213,7 +221,7 @@ def _dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     how = Scheme.parse(scheme)
-    _check_weight(how, k, _like(packed), _like(scale), *_likes(zero_point, outer))
+    _check_weight(how, layout, k, _like(packed), _like(scale), *_likes(zero_point, outer))
     call = call_for("dequantize", how, layout, packed.device, dtype, 0, math.prod(packed.shape[:-1]), k)
     return run(call, packed, scale, zero_point, outer, how, k, dtype)
 

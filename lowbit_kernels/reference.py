@@ -157,4 +157,4 @@ for _run, _contract in (
     (grouped_linear, "weights rounded once"),
     (embedding, "weights rounded once"),
 ):
-    register(Kernel(f"reference_{_run.__name__}", _run.__name__, _run, _contract))
+    register(Kernel(f"reference_{_run.__name__}", _run.__name__, _run, _contract, layout=None))

@@ -15,6 +15,8 @@ import torch
 
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
+from .layouts import LAYOUTS, Parts
+
 __all__ = ["Call", "Kernel", "NoKernelError", "Receipt", "Trace", "explain", "kernels", "register", "select", "strict", "trace"]
 
 # In order of preference: the first row that does not refuse runs. The reference is last and refuses nothing.
@@ -47,9 +49,11 @@ class Kernel:
 
     A field left at None takes everything. ``m`` is an inclusive range; ``arch`` the least architecture (90 for an H100,
     0 elsewhere). ``available()`` tells why the kernel cannot run on this machine, or None. ``contract`` names the
-    accuracy: ``"exact"`` (fp32 accumulation of the exact quantized weights, rounded once at the end) or ``"weights
-    rounded once"`` (to the dtype of x, before the multiplication). ``on_request``: taken only where :func:`strict` names
+    accuracy: ``"exact"`` (fp32 accumulation of the exact quantized weights, rounded once at the end), ``"exact digits"`` (the
+    same, with x to 2^-22 of the largest in each slice of up to 512) or ``"weights rounded once"`` (to the dtype of x, before
+    the multiplication). ``on_request``: taken only where :func:`strict` names
     it (an interpreter, say, is right but slow). ``tiles``: (M, N, K) of the blocks it works in, whose edges tests probe.
+    ``layout`` None: reads canonical bytes, and takes a weight in any layout, whose bytes are restored for each call.
     """
 
     name: str
@@ -57,7 +61,7 @@ class Kernel:
     run: Callable[..., Any]
     contract: str
     devices: frozenset[str] | None = None
-    layout: str = "canonical"
+    layout: str | None = "canonical"
     formats: frozenset[str] | None = None
     zero_points: frozenset[str] | None = None
     scales: frozenset[str] | None = None
@@ -81,7 +85,7 @@ class Kernel:
         ):
             if takes is not None and got not in takes:
                 return f"{field}: takes {', '.join(sorted(str(t) for t in takes))}, got {got}"
-        if self.layout != call.layout:
+        if self.layout is not None and self.layout != call.layout:
             return f"layout: takes {self.layout}, got {call.layout}"
         if self.groups is not None and (reason := self.groups(scheme.group_size)) is not None:
             return f"group_size: {reason}, got {scheme.group_size}"
@@ -182,7 +186,7 @@ def strict(*names: str) -> Iterator[None]:
 
 
 class Receipt(NamedTuple):
-    """One kind of call that ran: by which kernel, under which accuracy contract."""
+    """One kind of call that ran: by which kernel, under which accuracy contract, from which layout of the weight."""
 
     op: str
     kernel: str
@@ -193,6 +197,7 @@ class Receipt(NamedTuple):
     m: int
     n: int
     k: int
+    layout: str = "canonical"
 
 
 class Trace:
@@ -214,6 +219,7 @@ class Trace:
         rows = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
         return "\n".join(
             f"{count:6d} x {r.op} by {r.kernel} ({r.contract}), {r.scheme}, {r.dtype} on {r.device}, M={r.m} N={r.n} K={r.k}"
+            f"{'' if r.layout == 'canonical' else ', from ' + r.layout}"
             for r, count in rows
         )
 
@@ -240,6 +246,11 @@ def run(call: Call, *args: Any) -> Any:
             Receipt(
                 call.op, kernel.name, kernel.contract, str(call.scheme),
                 str(call.dtype).removeprefix("torch."), call.device, call.m, call.n, call.k,
+                call.layout + " restored to canonical" if kernel.layout is None and call.layout != "canonical" else call.layout,
             )
         ] += 1  # fmt: skip
+    if kernel.layout is None and call.layout != "canonical":
+        at = 0 if call.op == "dequantize" else 1  # the weight's parts follow x or the indices
+        parts = LAYOUTS[call.layout].restore(Parts(*args[at : at + 3]), call.scheme, call.k)
+        args = (*args[:at], *parts, *args[at + 3 :])
     return kernel.run(*args)

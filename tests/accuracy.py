@@ -13,6 +13,11 @@ round to nearest. What the float64 oracle itself rounds does not count at these 
 
 **Underflow.** Each fp32 product or sum below 2**-126 may lose half of 2**-149; there are at most 2 K + 8.
 
+**"exact digits"** allows on top of the sums what writing x in digits costs: in each slice of 512 columns (or of 256, whose
+bound is smaller) x is rounded to a multiple of 2**(e - 21), 2**e <= max |x| of the slice, so it is off by at most 2**-22
+max |x|, and y by the sum over slices of that times sum |w| there. Its digits to the base 256 are as large as 3 |x| in sum,
+but a term passes at most K / 32 + 8 roundings to nearest (u = 2**-24), so n = K + 8 at u = 2**-23 covers them.
+
 **"weights rounded once"** allows on top of that what the reference does. Each weight is rounded to the dtype of x:
 |d| <= u_x, or in the subnormal range half of its smallest number. PyTorch adds the bias of some shapes after it has
 rounded the product, which rounds |y - b| once more. And its bf16 product on a CPU with AVX512_BF16 takes every subnormal
@@ -44,6 +49,11 @@ def gamma(n: int, unit: float = _FP32) -> float:
     return n * unit / (1 - n * unit)
 
 
+def _slices(a: Tensor) -> Tensor:
+    """[..., K] cut into [..., slices, 512], with zeros at the end."""
+    return torch.nn.functional.pad(a, (0, -a.shape[-1] % 512)).unflatten(-1, (-1, 512))
+
+
 def linear_bound(contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, dtype: torch.dtype) -> Tensor:
     """The largest allowed |error| of each element of ``y`` [..., N], the exact result for ``x`` [..., K] and ``w`` [N, K].
 
@@ -53,7 +63,9 @@ def linear_bound(contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Te
     magnitude = x.abs() @ w.abs().mT
     shift = torch.zeros_like(y) if bias is None else bias.expand_as(y)
     error = gamma(k + 8) * (magnitude + shift.abs()) + (2 * k + 8) * 2.0**-150
-    if contract == "weights rounded once":
+    if contract == "exact digits":
+        error = error + 2.0**-22 * (_slices(x.abs()).amax(-1) @ _slices(w.abs()).sum(-1).mT)
+    elif contract == "weights rounded once":
         error = error + _unit(dtype) * magnitude + _least(dtype) * x.abs().sum(-1, keepdim=True)
         if dtype == torch.bfloat16:
             error = error + 2.0**-126 * (x.abs().sum(-1, keepdim=True) + w.abs().sum(-1)[..., None, :] + 2 * k)

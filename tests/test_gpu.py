@@ -91,3 +91,55 @@ def test_torch_compile_on_the_device(mode):
         for _ in range(3):
             y = compiled(x).clone()
         torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
+
+
+def tiles(scheme: str, n: int, k: int) -> QTensor:
+    torch.manual_seed(0)
+    return QTensor.quantize(torch.randn(n, k, dtype=torch.bfloat16, device="cuda") / k**0.5, scheme).to_layout("tiles")
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4_sym", "int8"])
+@pytest.mark.parametrize("m", [1, 2, 3, 8])
+def test_tiles_give_the_same_bits_in_every_run(scheme, m):
+    w = tiles(scheme, 2100, 3000)
+    x = torch.randn(m, 3000, dtype=torch.bfloat16, device="cuda")
+    with lowbit.trace_kernels() as trace:
+        y = torch.nn.functional.linear(x, w)
+    assert set(trace.kernels()) == {"cuda_tiles_digits"}
+    assert all(torch.equal(torch.nn.functional.linear(x, w), y) for _ in range(100))
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4_g32", "uint4:row:zint:bf16", "int8", "int8_g64"])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_tiles_take_x_that_is_not_finite(scheme, value):
+    w = tiles(scheme, 40, 1000)
+    x = torch.randn(3, 1000, dtype=torch.float16, device="cuda")
+    plain = torch.nn.functional.linear(x, w)
+    x[1, 700] = value
+    y, exact = torch.nn.functional.linear(x, w), x.double() @ w.dequantize(torch.float64).T
+    assert torch.equal(y[[0, 2]], plain[[0, 2]])
+    assert torch.equal(y[1].isnan(), exact[1].isnan())
+    assert torch.equal(y[1].sign().nan_to_num(), exact[1].sign().nan_to_num())
+    assert not y[1].isfinite().any()
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_layers_in_tiles_follow_one_another_in_a_graph(scheme):
+    """Each kernel of the graph starts before the one that writes its x has ended."""
+    layers = [tiles(scheme, 1024, 1024) for _ in range(30)]
+    x = torch.randn(1, 1024, dtype=torch.bfloat16, device="cuda")
+
+    def stack():
+        y = x
+        for layer in layers:
+            y = torch.nn.functional.linear(y, layer)
+        return y
+
+    eager = stack()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = stack()
+    for _ in range(20):
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, eager)

@@ -114,7 +114,7 @@ class Run(NamedTuple):
         rest = tuple(on(self.device, arg) if isinstance(arg, Tensor) else arg for arg in rest)
         if by == "row":
             return self.row.run(*there, scheme, *rest)
-        spelled = (str(scheme),) if self.row.op == "quantize" else (str(scheme), self.row.layout)
+        spelled = (str(scheme),) if self.row.op == "quantize" else (str(scheme), self.row.layout or "canonical")
         rest = tuple(str(arg) if isinstance(arg, Scheme) else arg for arg in rest)
         with strict(self.row.name):
             return getattr(torch.ops.lowbit, self.row.op)(*there, *spelled, *rest)
@@ -180,10 +180,10 @@ class Weight(NamedTuple):
     def on(self, device: str) -> tuple[Tensor | None, ...]:
         return tuple(on(device, part) for part in self.parts)
 
-    def arranged(self, layout: str, scheme: Scheme) -> tuple[Tensor | None, ...]:
-        """The parts as kernels of ``layout`` read them."""
+    def arranged(self, layout: str | None, scheme: Scheme) -> tuple[Tensor | None, ...]:
+        """The parts as kernels of ``layout`` read them; None: canonical."""
         packed, scale, zero_point, outer = self.parts
-        return *LAYOUTS[layout].arrange(Parts(packed, scale, zero_point), scheme, self.values.shape[-1]), outer
+        return *LAYOUTS[layout or "canonical"].arrange(Parts(packed, scale, zero_point), scheme, self.values.shape[-1]), outer
 
 
 @lru_cache(maxsize=64)
@@ -310,7 +310,7 @@ def test_no_rows(device: str, scheme: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("run", runs("linear"))
 def test_strided_weight(run: Run) -> None:
     """A slice of rows, and a slice along K at a group's start, are views in the canonical layout."""
-    if run.row.layout != "canonical":
+    if run.row.layout not in (None, "canonical"):
         pytest.skip(f"{run.row.name} reads {run.row.layout}, which has no such views")
     scheme = Scheme.parse("int4:g32:fp32" if run.takes("int4") else "int8:g32:fp32")
     packed, scale, _, _ = make_weight(scheme, 12, 192).parts

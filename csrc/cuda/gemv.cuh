@@ -6,19 +6,13 @@
 // rounded to 16 bits before y. Integers less their zero point and x are exact, so only sums and scales round.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
 #include "../decode.h"
+#include "numbers.cuh"
 
 namespace lowbit::cuda {
 
 constexpr int most_rows = 8;
 constexpr int warps = 4;
-
-enum class Stored { float32, bfloat16, float16 };
 
 struct Gemv {
   const uint8_t* packed;  // [n, packed_stride] bytes
@@ -36,15 +30,6 @@ struct Gemv {
   bool is_signed;
 };
 
-__device__ __forceinline__ float to_float(__half a) { return __half2float(a); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 a) { return __bfloat162float(a); }
-template <typename T>
-__device__ __forceinline__ T from_float(float a);
-template <>
-__device__ __forceinline__ __half from_float<__half>(float a) { return __float2half_rn(a); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float a) { return __float2bfloat16_rn(a); }
-
 // Two elements of x, as they lie in a register.
 template <typename T>
 __device__ __forceinline__ float2 pair(uint32_t word);
@@ -58,12 +43,7 @@ __device__ __forceinline__ float2 pair<__nv_bfloat16>(uint32_t word) {
 }
 
 __device__ __forceinline__ float scale_at(const Gemv& a, int64_t row, int64_t g) {
-  const int64_t i = row * a.scale_stride + g;
-  switch (a.scale_stored) {
-    case Stored::float32: return static_cast<const float*>(a.scale)[i];
-    case Stored::bfloat16: return to_float(static_cast<const __nv_bfloat16*>(a.scale)[i]);
-    default: return to_float(static_cast<const __half*>(a.scale)[i]);
-  }
+  return number_at(a.scale, a.scale_stored, row * a.scale_stride + g);
 }
 
 // A signed code with its top bit flipped is the number plus half of the range: signed codes are unsigned ones with that

@@ -1,0 +1,69 @@
+// What sm_90 does beside the threads: bulk copies into shared memory, and kernels that start before the last one ends.
+// Earlier architectures compile to nothing here and load directly.
+#pragma once
+
+#include <cstdint>
+
+namespace lowbit::cuda {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define LOWBIT_BULK_COPIES 1
+#else
+#define LOWBIT_BULK_COPIES 0
+#endif
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// The next kernel of a graph may start; it will wait for this one to end before it reads what this one writes.
+__device__ __forceinline__ void let_dependents_start() {
+#if LOWBIT_BULK_COPIES
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until the kernels before this one have ended, and all that they wrote can be seen.
+__device__ __forceinline__ void wait_for_predecessors() {
+#if LOWBIT_BULK_COPIES
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#if LOWBIT_BULK_COPIES
+__device__ __forceinline__ void start_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void show_barriers_to_copies() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Weights are read once: they leave the cache before activations do.
+__device__ __forceinline__ uint64_t read_once() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void copy(void* to, const void* from, int size, uint64_t* barrier, uint64_t policy) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(size) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(size), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n\t"
+      "again_%=:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+      "@!done bra again_%=;\n\t}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+#endif
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,124 @@
+// lowbit_cuda::digits_linear: checks what it is given and launches digits.cuh on torch's current stream.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "digits_launch.cuh"
+
+namespace lowbit::cuda {
+
+extern template cudaError_t launch_digits<4>(Digits, int, DigitsPlan, cudaStream_t);
+extern template cudaError_t launch_digits<8>(Digits, int, DigitsPlan, cudaStream_t);
+
+}  // namespace lowbit::cuda
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using namespace lowbit::cuda;
+
+bool is_on_16_bytes(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+Stored stored_as(const Tensor& scale) {
+  switch (scale.scalar_type()) {
+    case ScalarType::Float: return Stored::float32;
+    case ScalarType::BFloat16: return Stored::bfloat16;
+    case ScalarType::Half: return Stored::float16;
+    default:
+      STD_TORCH_CHECK(false, "scale must be float32, bfloat16 or float16, got ",
+                      torch::headeronly::toString(scale.scalar_type()));
+  }
+}
+
+void check(const Tensor& t, const char* name, const Tensor& x, int64_t rows, int64_t columns) {
+  const bool right = t.dim() == 2 && t.size(0) == rows && t.size(1) == columns;
+  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == x.get_device_index() && right, name, " must be on the device of x and [",
+                  rows, ", ", columns, "]");
+}
+
+Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any,
+                        std::optional<Tensor> bias_any, int64_t bits, int64_t group_size, int64_t warps, int64_t stages,
+                        int64_t early_stages) {
+  const ScalarType dtype = x_any.scalar_type();
+  STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
+                  "x must be float16 or bfloat16 [..., K] on a CUDA device");
+  STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
+  STD_TORCH_CHECK(bits == 4 || bits == 8, "bits must be 4 or 8, got ", bits);
+  STD_TORCH_CHECK(group_size == -1 || group_size == 32 || group_size == 64 || group_size == 128,
+                  "group_size must be -1, 32, 64 or 128, got ", group_size);
+  STD_TORCH_CHECK(warps >= 0 && warps <= most_warps_of_digits, "warps must be 0..", most_warps_of_digits, ", got ", warps);
+  const torch::stable::accelerator::DeviceGuard guard(x_any.get_device_index());
+  const Tensor x = torch::stable::contiguous(x_any), scale = torch::stable::contiguous(scale_any);
+  Tensor packed = torch::stable::contiguous(packed_any), zero = scale, bias = scale;  // kept until the launch
+  if (!is_on_16_bytes(packed.const_data_ptr())) packed = torch::stable::clone(packed);
+
+  Digits a = {};
+  a.n = packed.size(0);
+  const int64_t k = x.size(x.dim() - 1);
+  STD_TORCH_CHECK(k < (int64_t{1} << 31) - 512, "a weight must have fewer than 2^31 - 512 columns, got ", k);
+  a.k = static_cast<int>(k);
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = a.n;
+  int64_t m = 1;
+  for (size_t i = 0; i + 1 < shape.size(); i++) m *= shape[i];
+  STD_TORCH_CHECK(m <= most_rows_of_digits, "x must have at most ", most_rows_of_digits, " rows, got ", m);
+
+  a.m = static_cast<int>(m);
+  a.scale_stored = stored_as(scale);
+  a.scale_size = a.scale_stored == Stored::float32 ? 4 : 2;
+  a.has_zero = zero_any.has_value();
+  const int columns = bits == 4 ? 512 : 256, groups = group_size == -1 ? 0 : columns / static_cast<int>(group_size);
+  a.tiles = (a.n + rows_of_tile - 1) / rows_of_tile;
+  a.units_of_row = (a.k + columns - 1) / columns;
+  const int used = rows_of_tile * (columns * static_cast<int>(bits) / 8 + groups * (a.scale_size + a.has_zero));
+  a.unit_size = (used + 15) / 16 * 16;
+  check(packed, "packed", x, a.n, a.n ? (a.tiles * a.units_of_row * a.unit_size + a.n - 1) / a.n : packed.size(1));
+  check(scale, "scale", x, a.n, group_size == -1 && a.k > 0);
+  a.units = static_cast<const uint8_t*>(packed.const_data_ptr());
+  a.scale = scale.const_data_ptr();
+  if (zero_any) {
+    zero = torch::stable::contiguous(*zero_any);
+    check(zero, "zero_point", x, a.n, scale.size(1));
+    STD_TORCH_CHECK(zero.scalar_type() == ScalarType::Byte, "zero_point must be uint8, got ",
+                    torch::headeronly::toString(zero.scalar_type()));
+    a.zero_point = static_cast<const uint8_t*>(zero.const_data_ptr());
+  }
+  if (bias_any) {
+    STD_TORCH_CHECK(bias_any->is_cuda() && bias_any->dim() == 1 && bias_any->numel() == a.n && bias_any->scalar_type() == dtype,
+                    "bias must have the dtype and device of x and shape [", a.n, "]");
+    bias = torch::stable::contiguous(*bias_any);
+    a.bias = bias.const_data_ptr();
+  }
+  Tensor y = torch::stable::new_empty(x, shape);
+  if (m == 0 || a.n == 0) return y;
+  a.x = x.const_data_ptr();
+  a.y = y.mutable_data_ptr();
+  a.x_is_half = dtype == ScalarType::Half;
+  a.x_on_16_bytes = is_on_16_bytes(a.x) && a.k % 8 == 0;
+
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  const int group = group_size == -1 ? (a.k ? 0 : 32) : static_cast<int>(group_size);  // without columns there is no scale
+  const DigitsPlan plan = {static_cast<int>(warps), static_cast<int>(stages), static_cast<int>(a.k ? early_stages : -1)};
+  const auto launch = bits == 4 ? launch_digits<4> : launch_digits<8>;
+  const cudaError_t error = launch(a, group, plan, static_cast<cudaStream_t>(stream));
+  STD_TORCH_CHECK(error == cudaSuccess, "the kernel could not be launched: ", cudaGetErrorString(error));
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
+  m.def(
+      "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? bias, int bits, int group_size, "
+      "int warps=0, int stages=0, int early_stages=0) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("digits_linear", TORCH_BOX(&linear_by_digits)); }
