@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit import QTensor, Scheme, trace_kernels
+from lowbit import QTensor, Scheme, strict, trace_kernels
 from lowbit.packing import plane_widths
 from lowbit.scheme import SCHEMES
 from lowbit_kernels.layouts import LAYOUTS, Parts
@@ -75,7 +75,8 @@ def test_every_operator_takes_a_weight_in_tiles(name: str) -> None:
     x = torch.randn(3, 130, generator=torch.Generator().manual_seed(1))
     with trace_kernels() as trace:
         y = torch.nn.functional.linear(x, tiles)
-    assert torch.equal(y, torch.nn.functional.linear(x, q))
+    with strict("reference_linear"):  # the row that takes any layout; a canonical weight may have a quicker one
+        assert torch.equal(y, torch.nn.functional.linear(x, q))
     assert {receipt.layout for receipt in trace.counts} == {"tiles restored to canonical"}
     assert "from tiles restored to canonical" in str(trace)
     assert torch.equal(tiles.dequantize(), q.dequantize())
