@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import lowbit
 from lowbit.command import run
 
-transformers = pytest.importorskip("transformers")
 WORDS = [f"w{i}" for i in range(40)]
 
 

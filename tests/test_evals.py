@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -37,7 +38,6 @@ class LetterTokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=104, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
