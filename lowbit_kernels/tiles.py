@@ -5,10 +5,11 @@ rows one behind the other along K. A unit holds its codes plane by plane, as the
 no power of two is a sum of such widths), then the scales of its groups, then their zero points, and ends on 16 bytes.
 
 Within a plane of ``w`` bits, 512 bytes hold 16 rows and ``8 / w`` steps of 32 columns. The code of ``row`` and ``column``
-is in the 16 bytes of lane ``4 (row % 8) + column % 32 / 8``, there in word ``row / 8 + 2 (column % 8 / 4)``, there in byte
-0, 2, 1 or 3 for ``column % 4`` = 0, 1, 2 or 3, and there in the ``(step % (8 / w))``-th field of ``w`` bits, ``step =
-column / 32``. So a word of the plane, masked, is a register of operand A of ``mma.m16n8k32`` on 8-bit integers, and two
-fields 16 bits apart are one of ``m16n8k16`` on 16-bit floats, for the same eight consecutive columns a lane.
+is in the 16 bytes of lane ``4 (row % 8) + column % 8 / 2``, there in word ``row / 8 + 2 (column % 32 / 16)``, there in byte
+``column % 16 / 8 + 2 (column % 2)``, and there in the ``(step % (8 / w))``-th field of ``w`` bits, ``step = column / 32``.
+So two fields 16 bits apart are a register of operand A of ``mma.m16n8k16`` and ``wgmma.m64nNk16`` on 16-bit floats with
+the columns in their own order, and a word of the plane, masked, is one of ``m16n8k32`` on 8-bit integers with the columns
+of a step in another order, the same for every row, which x then has too.
 
 Scales and zero points lie group by group, in the order of rows 0, 8, 1, 9, ... 7, 15: a lane's two rows side by side.
 Where groups do not divide a unit, and where the whole row is one, they stay as they are.
@@ -78,9 +79,9 @@ def sizes(scheme: Scheme, n: int, k: int) -> tuple[int, int]:
 def _plane(codes: Tensor, width: int) -> Tensor:
     """Fields of ``width`` bits [units, 16, columns] as the bytes of a plane [units, bytes]."""
     fields = 8 // width
-    # row / 8, row % 8, chunk, field, lane % 4, word / 2, byte (high bit last), byte
-    spread = codes.reshape(-1, 2, 8, codes.shape[-1] // (32 * fields), fields, 4, 2, 2, 2)
-    moved = spread.permute(0, 3, 2, 5, 6, 1, 8, 7, 4)
+    # row / 8, row % 8, chunk, field, word / 2, byte % 2, lane % 4, byte / 2
+    spread = codes.reshape(-1, 2, 8, codes.shape[-1] // (32 * fields), fields, 2, 2, 4, 2)
+    moved = spread.permute(0, 3, 2, 7, 5, 1, 8, 6, 4)
     return pack_unchecked(moved.reshape(codes.shape[0], -1), width)
 
 
@@ -88,8 +89,9 @@ def _codes(plane: Tensor, width: int, columns: int) -> Tensor:
     """The inverse of :func:`_plane`."""
     fields = 8 // width
     flat = unpack(plane, width, ROWS * columns)
+    # chunk, row % 8, lane % 4, word / 2, row / 8, byte / 2, byte % 2, field
     moved = flat.reshape(-1, columns // (32 * fields), 8, 4, 2, 2, 2, 2, fields)
-    return moved.permute(0, 5, 2, 1, 8, 3, 4, 7, 6).reshape(-1, ROWS, columns)
+    return moved.permute(0, 5, 2, 1, 8, 4, 7, 3, 6).reshape(-1, ROWS, columns)
 
 
 def _cut(part: Tensor, tiles: int, units: int, columns: int) -> Tensor:

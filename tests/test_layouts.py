@@ -48,7 +48,7 @@ def test_a_code_lies_where_the_map_says(name: str) -> None:
     for row, column in [(0, 0), (1, 1), (8, 2), (15, 7), (16, 31), (23, 33), (39, 599), (30, 300), (9, 511), (5, 130)]:
         r, c, step = row % ROWS, column % unit.columns, column % unit.columns // 32
         at = (row // ROWS * units + column // unit.columns) * unit.nbytes
-        lane, word, byte = 4 * (r % 8) + c % 32 // 8, r // 8 + 2 * (c % 8 // 4), (0, 2, 1, 3)[c % 4]
+        lane, word, byte = 4 * (r % 8) + c % 8 // 2, r // 8 + 2 * (c % 32 // 16), c % 16 // 8 + 2 * (c % 2)
         found = low = 0
         for width, size in zip(plane_widths(scheme.bits), unit.plane_bytes, strict=True):
             fields = 8 // width

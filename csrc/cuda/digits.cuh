@@ -36,7 +36,7 @@ struct Digits {
   int m, k, units_of_row, units_of_pass;  // x is held for that many units at a time
   int stages, early_stages;            // of each warp's ring; copies that start before x is waited for
   int fewest_tiles, blocks_with_more;  // the first blocks have a tile more than the others
-  bool has_zero, x_is_half, x_on_16_bytes;
+  bool has_zero, x_is_half, x_on_4_bytes;
 };
 
 // Shared memory, in this order and each on 16 bytes.
@@ -86,15 +86,19 @@ __device__ __forceinline__ void multiply(int (&c)[4], const uint32_t (&a)[4], ui
 
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float(static_cast<uint32_t>(e + 127) << 23); }
 
-// Up to eight elements of x from `column` on, as they lie; zeros beyond the row.
+// The elements of x that meet the eight codes of a lane in a step: four pairs, eight columns apart; zeros beyond the row.
 __device__ __forceinline__ uint4 eight_of(const Digits& a, int row, int column) {
   const uint16_t* x = static_cast<const uint16_t*>(a.x) + static_cast<int64_t>(row) * a.k + column;
-  if (a.x_on_16_bytes && column + 8 <= a.k) return *reinterpret_cast<const uint4*>(x);
   uint32_t words[4];
+  if (a.x_on_4_bytes && column + 26 <= a.k) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) words[i] = *reinterpret_cast<const uint32_t*>(x + 8 * i);
+    return {words[0], words[1], words[2], words[3]};
+  }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    words[i] = column + 2 * i < a.k ? x[2 * i] : 0;
-    if (column + 2 * i + 1 < a.k) words[i] |= static_cast<uint32_t>(x[2 * i + 1]) << 16;
+    words[i] = column + 8 * i < a.k ? x[8 * i] : 0;
+    if (column + 8 * i + 1 < a.k) words[i] |= static_cast<uint32_t>(x[8 * i + 1]) << 16;
   }
   return {words[0], words[1], words[2], words[3]};
 }
@@ -104,7 +108,7 @@ __device__ __forceinline__ float2 two_of(uint32_t word, bool is_half) {
   return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
 }
 
-// The digits of one slice of a row of x, by one warp: a lane has eight columns of each 256. Returns its exponent.
+// The digits of one slice of a row of x, by one warp: four lanes have a step of 32 columns in each 256. Returns its exponent.
 template <class U, int M>
 __device__ int digits_of_slice(uint4 (&raw)[U::columns / 256], bool is_half, int row, uint8_t* digits, int* sums, bool wants_sums) {
   constexpr int parts = U::columns / 256;
@@ -139,7 +143,7 @@ __device__ int digits_of_slice(uint4 (&raw)[U::columns / 256], bool is_half, int
     }
     uint2 digit[3];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {  // bytes in the order of columns 0, 2, 1, 3
+    for (int half = 0; half < 2; half++) {  // bytes in the order of a lane's elements 0, 2, 1, 3
       const uint32_t* b = biased + 4 * half;
       const uint32_t even = __byte_perm(b[0], b[2], 0x5140), odd = __byte_perm(b[1], b[3], 0x5140);
       const uint32_t top = __byte_perm(__byte_perm(b[0], b[2], 0x62), __byte_perm(b[1], b[3], 0x62), 0x5410);
@@ -186,7 +190,7 @@ __device__ __forceinline__ void digits_of(const Digits& a, int first, int units,
   const auto load = [&](int s, uint4(&to)[parts]) {
 #pragma unroll
     for (int i = 0; i < parts; i++)
-      to[i] = s < slices && s % M < a.m ? eight_of(a, s % M, (first + s / M) * U::columns + i * 256 + lane * 8) : uint4{0, 0, 0, 0};
+      to[i] = s < slices && s % M < a.m ? eight_of(a, s % M, (first + s / M) * U::columns + i * 256 + lane / 4 * 32 + lane % 4 * 2) : uint4{0, 0, 0, 0};
   };
 #pragma unroll
   for (int j = 0; j < ahead; j++) load(warp + j * warps, raw[j]);

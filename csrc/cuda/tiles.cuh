@@ -27,8 +27,8 @@ struct Unit {
 template <int bits>
 __device__ __forceinline__ uint32_t code_of_tile(const uint8_t* plane, int row, int column) {
   constexpr int fields = 8 / bits;
-  const int step = column / 32, lane = row % 8 * 4 + column % 32 / 8, word = row / 8 + column % 8 / 4 * 2;
-  const int byte = column % 2 * 2 + column % 4 / 2;
+  const int step = column / 32, lane = row % 8 * 4 + column % 8 / 2, word = row / 8 + column % 32 / 16 * 2;
+  const int byte = column % 16 / 8 + column % 2 * 2;
   return plane[step / fields * 512 + lane * 16 + word * 4 + byte] >> (bits * (step % fields)) & ((1u << bits) - 1);
 }
 

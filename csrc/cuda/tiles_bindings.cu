@@ -101,7 +101,7 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();
   a.x_is_half = dtype == ScalarType::Half;
-  a.x_on_16_bytes = is_on_16_bytes(a.x) && a.k % 8 == 0;
+  a.x_on_4_bytes = reinterpret_cast<uintptr_t>(a.x) % 4 == 0 && a.k % 2 == 0;
 
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
