@@ -21,6 +21,10 @@ class QEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
         self.scale_grad_by_freq = self.sparse = False
 
+    @property
+    def _operator(self) -> str:
+        return "embedding"
+
     def forward(self, indices: Tensor) -> Tensor:
         """``indices`` (any shape) to [..., embedding_dim]."""
         weight = (self.packed, self.scale, self.zero_point, self.outer)

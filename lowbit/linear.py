@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -27,14 +29,20 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         input_scale: Tensor | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        self.activation = activation
         self._adopt(weight)
         self.out_features, self.in_features = weight.shape
         self.register_parameter("bias", bias)
-        self.activation = activation
         self.register_buffer("input_scale", input_scale)
+
+    @property
+    def _operator(self) -> str:
+        return "linear" if self.activation is None else "quantized_linear"
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., in_features] to [..., out_features], in the dtype of ``x``, or of torch.autocast."""
+        if not torch.compiler.is_compiling() and (y := self._without_dispatcher(x)) is not None:
+            return y
         if x.dim() == 0 or x.shape[-1] != self._k:  # the operator knows K from x alone
             raise ValueError(f"x must end in {self._k} features, got shape {tuple(x.shape)}")
         weight = (self.packed, self.scale, self.zero_point, self.outer)
@@ -43,6 +51,17 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         return torch.ops.lowbit.quantized_linear(
             x, *weight, self.bias, self.spelling, self.byte_layout, str(self.activation), self.input_scale
         )
+
+    def _without_dispatcher(self, x: Tensor) -> Tensor | None:
+        """The product by a kernel that was selected before; None where the operator has to be called."""
+        own: dict[str, Any] = self._parameters
+        activation = self.activation
+        try:
+            parts = (own["packed"], own["scale"], own["zero_point"], own["outer"], own["bias"])
+        except KeyError:  # a parametrization took one of them
+            return None
+        how = (self.scheme,) if activation is None else (self.scheme, activation, self.input_scale)
+        return self._shortcuts.product(self._operator, self.byte_layout, self._k, x, *parts, *how)
 
     def extra_repr(self) -> str:
         activation = "" if self.activation is None else f", activation={self.activation}"

@@ -33,7 +33,8 @@ class LayerPlan:
     """One layer of a plan.
 
     ``target`` is None for a layer that stays as it is, and ``reason`` says why. ``kernels`` and ``refusals`` map the
-    rows of an input (1, 16, 512) to the kernel that will run and to (kernel, why it refused) of each before it.
+    rows of an input (1, 16, 512) to the kernel that will run and to (kernel, why it refused) of each before it; ``layout``
+    is the arrangement of the bytes that they read.
     """
 
     name: str
@@ -49,6 +50,7 @@ class LayerPlan:
     tied_to: str | None = None
     kernels: dict[int, str] = field(default_factory=dict)
     refusals: dict[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    layout: str = "canonical"
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class Plan:
                 continue
             kernels = " ".join(f"M={m}:{kernel}" for m, kernel in layer.kernels.items())
             tied = f" ({layer.reason})" if layer.reason else ""
+            if layer.layout != "canonical":
+                kernels += f" from {layer.layout}"
             lines.append(
                 f"{layer.name:{width}}  {shape:>12}  {layer.target}, {layer.bits_per_weight:.2f} bits, "
                 f"{layer.bytes_before:,} -> {layer.bytes_after:,} bytes, {kernels}{tied}"
@@ -136,9 +140,10 @@ def resolve(
     for group in groups:
         _follow_ties(group, layers, decisions)
     twins = {i: layers[group[0]].name for group in groups for i in group[1:]}
+    shared = {i for group in groups for i in group}
     entries = []
     for i, (layer, (target, reason)) in enumerate(zip(layers, decisions, strict=True)):
-        entries.append(_entry(layer, target, reason, twins.get(i), where))
+        entries.append(_entry(layer, target, reason, twins.get(i), i in shared, where))
     return Plan(recipe, tuple(entries)), layers
 
 
@@ -196,7 +201,9 @@ def _follow_ties(group: list[int], layers: list[Layer], decisions: list[tuple[Ta
             decisions[i] = next(iter(wanted)), f"tied to {first}"
 
 
-def _entry(layer: Layer, target: Target | None, reason: str, twin: str | None, device: torch.device | None) -> LayerPlan:
+def _entry(
+    layer: Layer, target: Target | None, reason: str, twin: str | None, shared: bool, device: torch.device | None
+) -> LayerPlan:
     weight = layer.weight
     if isinstance(weight, QTensor):
         bits = weight.bits_per_weight
@@ -208,13 +215,16 @@ def _entry(layer: Layer, target: Target | None, reason: str, twin: str | None, d
     dtype = str(weight.dtype).removeprefix("torch.")
     kernels: dict[int, str] = {}
     refusals: dict[int, tuple[tuple[str, str], ...]] = {}
+    layout = "canonical"
     if target is not None:
         bits = target.weight.bits_per_weight(k)
         after = round(bits * n * k / 8) + (4 if target.weight.outer else 0)
         op = "embedding" if layer.kind == "embedding" else "linear" if target.activation is None else "quantized_linear"
         where = weight.device if device is None else device
+        if not shared:
+            layout = registry.preferred_layout(call_for(op, target.weight, layout, where, weight.dtype, 1, n, k))
         for m in BATCHES:
-            call = call_for(op, target.weight, "canonical", where, weight.dtype, m, n, k)
+            call = call_for(op, target.weight, layout, where, weight.dtype, m, n, k)
             rows = registry.explain(call)
             kernels[m] = registry.select(call).name
             refusals[m] = tuple((name, why) for name, why in rows if why is not None)
@@ -232,6 +242,7 @@ def _entry(layer: Layer, target: Target | None, reason: str, twin: str | None, d
         twin,
         kernels,
         refusals,
+        layout,
     )
 
 
@@ -247,6 +258,7 @@ class Explanation:
         call = self.call
         dtype = str(call.dtype).removeprefix("torch.")
         head = f"{call.op}, {call.scheme}, {dtype} on {call.device}, M={call.m} N={call.n} K={call.k}"
+        head += "" if call.layout == "canonical" else f", from {call.layout}"
         lines = [f"  {name}: {why or ('runs' if name == self.kernel else 'would take it')}" for name, why in self.rows]
         return "\n".join([f"{head}: {self.kernel}", *lines])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lowbit_kernels.ops  # noqa: F401 - registers torch.ops.lowbit
 from lowbit_kernels.layouts import LAYOUTS, Parts
+from lowbit_kernels.shortcut import Shortcuts
 
 from . import autocast, pickling  # noqa: F401 - autocast registers the operators' rules for it
 from .grid import Scales
@@ -51,6 +52,7 @@ class QTensor(torch.Tensor):
     transposed: bool
     _stored_shape: tuple[int, ...]
     _outer: Tensor | None
+    _shortcuts: Shortcuts
 
     @staticmethod
     def __new__(
@@ -72,6 +74,7 @@ class QTensor(torch.Tensor):
         )
         self.packed, self.scale, self.zero_point, self._outer = packed, scale, zero_point, outer
         self.scheme, self.byte_layout, self.transposed, self._stored_shape = scheme, layout, transposed, tuple(shape)
+        self._shortcuts = Shortcuts()
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -106,12 +109,13 @@ class QTensor(torch.Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The float weight that this stands for, [..., N, K] in ``dtype`` (its own by default)."""
-        parts = _with_rows(self.canonical())
+        layout = self.byte_layout if len(self._stored_shape) > 1 else "canonical"
+        parts = _with_rows(self.to_layout(layout))
         packed, scale = _one_lead(parts.packed, 2), _one_lead(parts.scale, 2)
         zero = None if parts.zero_point is None else _one_lead(parts.zero_point, 2)
         outer = None if self.outer is None else _one_lead(self.outer, 0)
         k = self._stored_shape[-1]
-        dense = torch.ops.lowbit.dequantize(packed, scale, zero, outer, str(self.scheme), "canonical", k, dtype or self.dtype)
+        dense = torch.ops.lowbit.dequantize(packed, scale, zero, outer, str(self.scheme), layout, k, dtype or self.dtype)
         dense = dense.reshape(self._stored_shape)
         return dense.transpose(-1, -2) if self.transposed else dense
 

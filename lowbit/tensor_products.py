@@ -35,6 +35,12 @@ def _check_k(x: Tensor, weight: QTensor) -> None:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, QTensor) or isinstance(input, QTensor):
         return NotImplemented
+    if not torch.compiler.is_compiling() and weight.dim() == 2 and not weight.transposed:
+        parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
+        k = weight._stored_shape[-1]
+        y = weight._shortcuts.product("linear", weight.byte_layout, k, input, *parts, bias, weight.scheme)
+        if y is not None:
+            return y
     if weight.dim() > 2:
         raise ValueError(f"linear takes a weight [N, K], got {tuple(weight.shape)}: index it, or use bmm")
     if weight.transposed:

@@ -1,12 +1,22 @@
-"""What the quantized modules share: a weight held as plain tensors, seen from outside as one QTensor."""
+"""What the quantized modules share: a weight held as plain tensors, seen from outside as one QTensor.
+
+A weight is kept in the layout that the kernels of its device read (``registry.preferred_layout``), and changes layout when
+it arrives there or leaves, never within a forward pass. One that several modules read stays canonical, and theirs together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowbit_kernels.ops import call_for
+from lowbit_kernels.registry import preferred_layout
+from lowbit_kernels.shortcut import Shortcuts
 
 from .scheme import Scheme
 from .tensor import QTensor, _assemble
@@ -14,6 +24,8 @@ from .tensor import QTensor, _assemble
 __all__ = ["QuantizedModule"]
 
 _PARTS = ("packed", "scale", "zero_point", "outer")
+_GIVEN = frozenset({*_PARTS, "bias", "activation"})  # what the selection of a kernel looks at
+_readers = WeakIdKeyDictionary()  # from the parameter that holds the codes to the modules that were given it
 
 
 class QuantizedModule(nn.Module):
@@ -27,6 +39,8 @@ class QuantizedModule(nn.Module):
     scheme: Scheme
     byte_layout: str
     weight_dtype: torch.dtype
+    _settled: bool  # whether the layout was chosen here, and not asked for
+    _shortcuts: Shortcuts
 
     def _adopt(self, weight: QTensor) -> None:
         if not isinstance(weight, QTensor):
@@ -36,11 +50,57 @@ class QuantizedModule(nn.Module):
         self.scheme, self.byte_layout, self.weight_dtype = weight.scheme, weight.byte_layout, weight.dtype
         self.spelling = str(weight.scheme)
         self._k = weight.shape[-1]
-        for name in _PARTS:
-            part = getattr(weight, name)
+        self._settled = False
+        self._hold({name: getattr(weight, name) for name in _PARTS})
+        if not isinstance(weight.packed, nn.Parameter) or len(self._sharing()) > 1:
+            self._settle()  # other modules may be about to take somebody's parameters too
+
+    def _hold(self, parts: dict[str, Tensor | None]) -> None:
+        self._shortcuts = Shortcuts()
+        for name, part in parts.items():
             if part is not None and not isinstance(part, nn.Parameter):
                 part = nn.Parameter(part.detach(), requires_grad=False)
             setattr(self, name, part) if name in self._parameters else self.register_parameter(name, part)
+        self._read()
+
+    # ---- layouts -----------------------------------------------------------------------------------------------
+
+    @property
+    def _operator(self) -> str:
+        """The operator that reads the weight."""
+        return "linear"
+
+    def _read(self) -> None:
+        """Note that this module reads its codes, so that modules which share them are known to each other."""
+        _readers.setdefault(self.packed, WeakSet()).add(self)
+
+    def _sharing(self) -> list[QuantizedModule]:
+        """The modules that read these very codes, this one among them."""
+        return [module for module in _readers.get(self.packed, ()) if module._parameters.get("packed") is self.packed]
+
+    def _preferred(self, device: torch.device, dtype: torch.dtype) -> str:
+        if device.type == "meta" or len(self._sharing()) > 1:
+            return "canonical"
+        return preferred_layout(
+            call_for(self._operator, self.scheme, "canonical", device, dtype, 1, self.packed.shape[0], self._k)
+        )
+
+    def _settle(self) -> None:
+        """Take the layout that kernels read here, unless another one was asked for."""
+        layout = self._preferred(self.packed.device, self.weight_dtype)
+        if self.byte_layout != layout and (self.byte_layout == "canonical" or any(m._settled for m in self._sharing())):
+            self._arrange(layout)
+
+    @torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
+    def _arrange(self, layout: str) -> None:
+        """Hold the weight in ``layout``, in new parameters: tensors over the old ones keep their meaning."""
+        sharing, arranged = self._sharing(), self.weight.to_layout(layout)
+        parts: dict[str, Tensor | None] = dict.fromkeys(_PARTS)
+        for name, part in arranged._parts().items():
+            parts[name] = part if isinstance(part, nn.Parameter) else nn.Parameter(part, requires_grad=False)
+        for module in sharing:
+            module._hold(parts)
+            module.byte_layout, module._settled = layout, layout != "canonical"
 
     @property
     def weight(self) -> QTensor:
@@ -58,12 +118,21 @@ class QuantizedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # nn.Module would register a Parameter beside the property
             object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
+            return
+        super().__setattr__(name, value)
+        if name in _GIVEN and "_shortcuts" in self.__dict__:  # a module that is being made has none yet
+            self._shortcuts.clear()
+            if name == "packed":
+                self._read()
+            elif name == "activation":
+                self._settle()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves with the model; a change of dtype reaches the weight's dtype, never the stored scales."""
-        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype, device=self.packed.device)).dtype
+        moved = fn(torch.empty(0, dtype=self.weight_dtype, device=self.packed.device))
+        if self._settled and self._preferred(moved.device, moved.dtype) != self.byte_layout:
+            self._arrange("canonical")
+        self.weight_dtype = moved.dtype
         stored = [getattr(self, name, None) for name in (*_PARTS, "input_scale")]
 
         def apply(tensor: Tensor) -> Tensor:
@@ -71,9 +140,28 @@ class QuantizedModule(nn.Module):
             keep = moved.dtype != tensor.dtype and any(tensor is part for part in stored)
             return tensor.to(moved.device) if keep else moved
 
-        return super()._apply(apply, recurse)
+        super()._apply(apply, recurse)
+        self._shortcuts.clear()
+        self._read()
+        self._settle()
+        return self
 
     # ---- saving: always the canonical bytes, and never another scheme's ----------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_settled": False}
+        del state["_shortcuts"]
+        if self.byte_layout != "canonical":
+            parts = self.weight.canonical()._parts()
+            stored = {name: nn.Parameter(part, requires_grad=False) for name, part in parts.items()}
+            state.update(byte_layout="canonical", _parameters={**self._parameters, **stored})
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._shortcuts = Shortcuts()
+        self._read()
+        self._settle()
 
     def _identity(self) -> str:
         return f"{self.spelling} K={self._k}"  # rows of another K may take as many bytes
@@ -92,17 +180,20 @@ class QuantizedModule(nn.Module):
             parts = self.weight.canonical()._parts()
             destination.update({prefix + name: part if keep_vars else part.detach() for name, part in parts.items()})
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any) -> None:
         extra = state_dict.get(prefix + "_extra_state")
         if extra is not None:
             self.set_extra_state(extra)  # before anything is copied: a refused state leaves the module as it was
-        names = [name for name in _PARTS if prefix + name in state_dict]
-        if self.byte_layout != "canonical" and "packed" in names:
-            parts = {name: state_dict[prefix + name] for name in names}
+        layout, names = self.byte_layout, [name for name, part in self.weight._parts().items()]
+        if layout != "canonical" and metadata.get("assign_to_params_buffers", False):
+            self._arrange("canonical")
+        elif layout != "canonical" and all(prefix + name in state_dict for name in names):
+            parts = {name: state_dict[prefix + name].to(self.packed.device) for name in names}
             shape = (parts["packed"].shape[0], self._k)
-            arranged = _assemble(parts, self.scheme, shape, self.weight_dtype, "canonical", False).to_layout(self.byte_layout)
+            arranged = _assemble(parts, self.scheme, shape, self.weight_dtype, "canonical", False).to_layout(layout)
             state_dict = {**state_dict, **{prefix + name: part for name, part in arranged._parts().items()}}
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+        self._settle()
 
     def _quantization_repr(self) -> str:
         return f"{self.spelling}, bits_per_weight={self.weight.bits_per_weight:.3f}"

@@ -133,7 +133,22 @@ def _product(
     return how, call_for(op, how, layout, x.device, x.dtype, math.prod(rows), packed.shape[-2], x.shape[-1])
 
 
-def _own(y: Tensor) -> Tensor:
+def product_call(
+    op: str,
+    scheme: str,
+    layout: str,
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+) -> Call:
+    """The :class:`Call` of a product, checked: raises what the operator ``op`` raises for tensors that do not fit."""
+    return _product(op, scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias))[1]
+
+
+def own(y: Tensor) -> Tensor:
     """``y`` as a tensor of its own: autograd lets nobody change in place a view that was made within an operator."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
@@ -152,7 +167,7 @@ def _linear(
     layout: str,
 ) -> Tensor:
     how, call = _product("linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias))
-    return _own(run(call, x, packed, scale, zero_point, outer, bias, how))
+    return own(run(call, x, packed, scale, zero_point, outer, bias, how))
 
 
 def _quantized_linear(
@@ -170,7 +185,7 @@ def _quantized_linear(
     how, call = _product(
         "quantized_linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias)
     )
-    return _own(run(call, x, packed, scale, zero_point, outer, bias, how, Scheme.parse(activation), input_scale))
+    return own(run(call, x, packed, scale, zero_point, outer, bias, how, Scheme.parse(activation), input_scale))
 
 
 def _grouped_linear(
@@ -188,7 +203,7 @@ def _grouped_linear(
     how, call = _product(
         "grouped_linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias)
     )
-    return _own(run(call, x, packed, scale, zero_point, outer, bias, how))
+    return own(run(call, x, packed, scale, zero_point, outer, bias, how))
 
 
 def _embedding(

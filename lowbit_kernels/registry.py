@@ -7,7 +7,7 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,21 @@ from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from .layouts import LAYOUTS, Parts
 
-__all__ = ["Call", "Kernel", "NoKernelError", "Receipt", "Trace", "explain", "kernels", "register", "select", "strict", "trace"]
+__all__ = [
+    "Call",
+    "Kernel",
+    "NoKernelError",
+    "Receipt",
+    "Trace",
+    "explain",
+    "kernels",
+    "preferred_layout",
+    "register",
+    "select",
+    "strict",
+    "trace",
+    "watched",
+]
 
 # In order of preference: the first row that does not refuse runs. The reference is last and refuses nothing.
 _BACKENDS = ("lowbit_kernels.cuda", "lowbit_kernels.cpu", "lowbit_kernels.triton", "lowbit_kernels.reference")
@@ -151,6 +165,28 @@ def _allowed(kernel: Kernel, only: frozenset[str] | None) -> bool:
     return not kernel.on_request and (only is None or not kernel.name.startswith("reference"))
 
 
+def preferred_layout(call: Call) -> str:
+    """The layout that a weight of such calls is best kept in: the first whose own rows take every M; else canonical.
+
+    The layout and the M of ``call`` count for nothing, and neither does :func:`strict`: a weight is arranged once.
+    """
+    for layout in LAYOUTS:
+        ranges = []
+        for kernel in kernels() if layout != "canonical" else ():
+            first = max(kernel.m[0], 1)
+            if kernel.op != call.op or kernel.layout != layout or kernel.on_request:
+                continue
+            if kernel.refusal(replace(call, layout=layout, m=first)) is None:
+                ranges.append((first, kernel.m[1]))
+        covered: int | None = 0  # every M from 1 to this one; None: and all beyond
+        for first, last in sorted(ranges, key=lambda span: span[0]):
+            if covered is not None and first <= covered + 1:
+                covered = None if last is None else max(covered, last)
+        if covered is None:
+            return layout
+    return "canonical"
+
+
 def explain(call: Call) -> list[tuple[str, str | None]]:
     """(kernel, why it refused ``call``) for every row of its operator; None where it would take it."""
     named = _strict.get() or frozenset()
@@ -236,6 +272,11 @@ def trace() -> Iterator[Trace]:
         yield record
     finally:
         _traces.reset(token)
+
+
+def watched() -> bool:
+    """Whether :func:`strict` or :func:`trace` is open here, so that each call has to be selected and noted."""
+    return bool(_traces.get()) or _strict.get() is not None
 
 
 def run(call: Call, *args: Any) -> Any:

@@ -13,6 +13,7 @@ from ..linear import QLinear
 from ..packing import unpack
 from ..scheme import PLAIN_SCALES
 from ..tensor import QTensor
+from ..weight import QuantizedModule
 from .header import Entry
 from .inventory import joined
 from .shards import FileSet
@@ -47,6 +48,7 @@ class Assembly:
         self._rebound: list[tuple[nn.Module, str, _Slot]] = []
         self._tensors: dict[str, Tensor] = {}
         self._as_parameters: dict[str, nn.Parameter] = {}
+        self._shared = frozenset(self._header.aliases.values())
         self._visit("", model)
         self._check_names()
         self._check_shared()
@@ -230,6 +232,9 @@ class Assembly:
                 slot.module._buffers[slot.name] = slot.current.to(self._device)
         for module, name, slot in self._rebound:
             setattr(module, name, self._tensor(slot.path))
+        for module in replaced.values():
+            if isinstance(module, QuantizedModule):
+                module._settle()  # those that share a weight all have it now
         return root
 
     def _tensor(self, path: str) -> Tensor:
@@ -243,9 +248,14 @@ class Assembly:
             self._as_parameters[stored] = nn.Parameter(tensor, requires_grad and tensor.dtype.is_floating_point)
         return self._as_parameters[stored]
 
+    def _part(self, path: str) -> Tensor:
+        """A part that several weights read as their parameter; any other is handed over, for its layout may change."""
+        stored = self._stored(path)
+        return self._parameter(path) if stored in self._shared else self._tensors.pop(stored)
+
     def _weight(self, path: str) -> QTensor:
         entry = self._header.quantized[path]
-        found = {part: self._parameter(joined(path, part)) for part in entry.parts()}
+        found = {part: self._part(joined(path, part)) for part in entry.parts()}
         parts = (found["packed"], found["scale"], found.get("zero_point"), found.get("outer"))
         return QTensor(*parts, entry.scheme, entry.shape, entry.dtype)
 
