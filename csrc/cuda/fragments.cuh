@@ -1,0 +1,376 @@
+// From the codes of a unit (tiles.cuh) to operand A of the tensor cores on 16-bit floats, mma.m16n8k16 or wgmma.m64nNk16.
+//
+// A lane holds sixteen bytes of each plane, and of each step of 32 columns makes two operands of four registers: rows g and
+// g + 8 (g = lane / 4) of columns 2t, 2t + 1 (t = lane % 4), then of those eight further. Every code becomes its number
+// exactly; a step, a field and a place are constants once the loops around them are unrolled.
+//
+// A family of formats is a class with
+//   bits, parts        width of a code, and how many operands add up to the weights (one, where 16 bits hold a number)
+//   Constants, Row     what a kernel prepares once, and what it prepares for each of a lane's rows once a group
+//   constants(...)     from whether codes are two's complement, and from a table in shared memory
+//   row(z)             for the zero point z
+//   fragment(...)      the operands of one half of a step
+#pragma once
+
+#include "../formats.h"
+#include "numbers.cuh"
+#include "tiles.cuh"
+
+namespace lowbit::cuda {
+
+// ---- planes --------------------------------------------------------------------------------------------------------
+
+__host__ __device__ constexpr int planes_of(int bits) { return bits == 7 ? 3 : (bits & (bits - 1)) ? 2 : 1; }
+
+// The widest plane comes first and holds the lowest bits. (No loops: the compiler folds them too late.)
+__host__ __device__ constexpr int width_of(int bits, int plane) {
+  if (plane == 0) return bits == 8 ? 8 : bits >= 4 ? 4 : bits >= 2 ? 2 : 1;
+  return plane == 1 && bits >= 6 ? 2 : 1;
+}
+
+__host__ __device__ constexpr int lowest_bit_of(int bits, int plane) {
+  return plane == 0 ? 0 : width_of(bits, 0) + (plane == 2 ? 2 : 0);
+}
+
+template <int bits>
+struct Held {
+  uint32_t word[planes_of(bits)][4];
+};
+
+// What a lane holds from `step` on: a plane of `width` bits has 8 / width steps in each 512 bytes.
+template <int bits>
+__device__ __forceinline__ void hold(const uint8_t* unit, int lane, int step, Held<bits>& held) {
+  constexpr int columns = Unit<bits, 0, false>::columns;
+#pragma unroll
+  for (int p = 0; p < planes_of(bits); p++) {
+    const int fields = 8 / width_of(bits, p);
+    if (step % fields) continue;
+    const uint8_t* plane = unit + rows_of_tile * columns * lowest_bit_of(bits, p) / 8;
+    const uint4 w = *reinterpret_cast<const uint4*>(plane + step / fields * 512 + lane * 16);
+    held.word[p][0] = w.x;
+    held.word[p][1] = w.y;
+    held.word[p][2] = w.z;
+    held.word[p][3] = w.w;
+  }
+}
+
+// Operations on three numbers that are one instruction each; written out, compilers take them apart to share their halves.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(b));
+  return d;
+}
+
+__device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t mask, uint32_t b) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(a), "r"(mask), "r"(b));
+  return d;
+}
+
+// `a` where the mask has ones, else `b`.
+__device__ __forceinline__ uint32_t selected(uint32_t a, uint32_t mask, uint32_t b) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe2;" : "=r"(d) : "r"(a), "r"(mask), "r"(b));
+  return d;
+}
+
+__device__ __forceinline__ uint32_t shifted_left(uint32_t word, int by) { return by >= 0 ? word << by : word >> -by; }
+
+// The codes of a step in the four bytes of a word, each from bit `place` of its byte on; the other bits are anything.
+template <int bits>
+__device__ __forceinline__ uint32_t codes_of(const Held<bits>& held, int step, int word, int place) {
+  uint32_t codes = 0;
+#pragma unroll
+  for (int p = 0; p < planes_of(bits); p++) {
+    const int width = width_of(bits, p), lowest = lowest_bit_of(bits, p);
+    const uint32_t field = shifted_left(held.word[p][word], place + lowest - width * (step % (8 / width)));
+    const uint32_t below = 0x01010101u * (((1u << lowest) - 1) << place & 0xff);
+    codes = p == 0 ? field : selected(codes, below, field);
+  }
+  return codes;
+}
+
+// ---- 16-bit floats, two in a register ------------------------------------------------------------------------------
+
+template <class T>
+struct Sixteen;
+template <>
+struct Sixteen<__nv_bfloat16> {
+  static constexpr int mantissa = 7, bias = 127;
+};
+template <>
+struct Sixteen<__half> {
+  static constexpr int mantissa = 10, bias = 15;
+};
+
+__host__ __device__ constexpr uint32_t twice(uint32_t a) { return a * 0x00010001u; }
+
+template <class T>
+__host__ __device__ constexpr uint32_t two_powers(int e) {
+  return twice(static_cast<uint32_t>(e + Sixteen<T>::bias) << Sixteen<T>::mantissa);
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  if constexpr (Sixteen<T>::mantissa == 7)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// A constant that stays in a register: an operation on three numbers takes one that is written in it, not two.
+__device__ __forceinline__ void hide(uint32_t& constant) { asm("" : "+r"(constant)); }
+
+template <class T>
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (Sixteen<T>::mantissa == 7)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- integers ------------------------------------------------------------------------------------------------------
+
+// Codes q of 2 to 8 bits as q - z. A code in the mantissa of a power of two is that power plus q times its place, and one
+// fused multiplication takes off the power and the zero point. Two's complement is q with its highest bit turned, less that
+// bit. Eight bits are one more than the mantissa of bfloat16 has, so there the highest bit is a number of its own.
+template <class T, int code_bits>
+struct Integers {
+  static constexpr int bits = code_bits, parts = 1;
+  static constexpr int mantissa = Sixteen<T>::mantissa;
+  static constexpr bool is_split = bits > mantissa;
+  struct Constants {
+    uint32_t magic[4];  // for the places 0, 2, 4, 6; where codes are split, for the low bits and the highest
+  };
+  struct Row {
+    uint32_t offset[4];
+  };
+
+  static __device__ __forceinline__ Constants constants(bool is_signed, const uint2*) {
+    Constants made;
+    const uint32_t turned = is_signed ? twice(1u << (bits - 1)) : 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) made.magic[i] = two_powers<T>(mantissa) ^ (is_split ? 0 : turned << 2 * i);
+    if constexpr (is_split) made.magic[1] = 0xc380c380u ^ turned;
+    hide(made.magic[0]);
+    return made;
+  }
+
+  // The zero point of two's complement is 2^(bits - 1) here.
+  static __device__ __forceinline__ Row row(uint32_t zero) {
+    Row made;
+    if constexpr (is_split) {
+      made.offset[0] = twice(__float_as_uint(128.0f - static_cast<float>(zero)) >> 16);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) made.offset[i] = (0x80008000u | two_powers<T>(mantissa - 2 * i)) + (twice(zero) << 2 * i);
+    }
+    return made;
+  }
+
+  static __device__ __forceinline__ void fragment(const Constants& constants, const Held<bits>& held, int step, int half,
+                                                  const Row& row, const Row& row8, uint32_t (&a)[parts][4]) {
+    constexpr int width = width_of(bits, 0);
+    const int at = width * (step % (8 / width)), place = at + bits <= (mantissa < 8 ? mantissa : 8) ? at : 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, place) >> (i < 2 ? 0 : 8);
+      const Row& of = i % 2 ? row8 : row;
+      if constexpr (is_split) {
+        const uint32_t low = and_or(codes, 0x007f007fu, constants.magic[0]);
+        const uint32_t high = and_xor(codes, 0x00800080u, constants.magic[1]);
+        a[0][i] = fused<T>(fused<T>(low, two_powers<T>(0), high), two_powers<T>(0), of.offset[0]);
+      } else {
+        const uint32_t number = and_xor(codes, twice(((1u << bits) - 1) << place), constants.magic[place / 2]);
+        a[0][i] = fused<T>(number, two_powers<T>(-place), of.offset[place / 2]);
+      }
+    }
+  }
+};
+
+// ---- floats --------------------------------------------------------------------------------------------------------
+
+// What the largest exponent of a format means.
+enum class Top { number, nan_where_all_ones, infinity };
+
+// A sign, `exponent` bits and the rest mantissa, with subnormals. The bits behind the sign, moved to where the wider format
+// has its own, are the number times a power of two (a small one, so that subnormals are right), which is multiplied away.
+template <class T, int code_bits, int exponent, Top top>
+struct Floats {
+  static constexpr int bits = code_bits, parts = 1;
+  static constexpr int mantissa = Sixteen<T>::mantissa;
+  static constexpr int bias = exponent == 1 ? 1 : (1 << (exponent - 1)) - 1, power = Sixteen<T>::bias - bias;
+  static constexpr bool is_in_place = Sixteen<T>::mantissa == 10 && exponent == 5;
+  struct Constants {};
+  struct Row {};
+
+  static __device__ __forceinline__ Constants constants(bool, const uint2*) { return {}; }
+  static __device__ __forceinline__ Row row(uint32_t) { return {}; }
+
+  static __device__ __forceinline__ void fragment(const Constants&, const Held<bits>& held, int step, int half, const Row&,
+                                                  const Row&, uint32_t (&a)[parts][4]) {
+    constexpr int highest = mantissa - 1 + exponent;  // where the bit behind the sign goes
+    constexpr uint32_t magnitude = twice(((1u << (bits - 1)) - 1) << (highest + 2 - bits));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, 8 - bits);  // the sign highest in its byte
+      const uint32_t signs = i < 2 ? codes << 8 : codes;
+      if constexpr (is_in_place) {
+        a[0][i] = signs & twice(0xff00u << (8 - bits) & 0xff00u);
+      } else {
+        const uint32_t moved = shifted_left(codes, highest - (i < 2 ? 6 : 14)) & magnitude;
+        uint32_t number = and_or(signs, 0x80008000u, moved);
+        if constexpr (top != Top::number) number = and_or(beyond(moved), ones, number);
+        a[0][i] = fused<T>(number, two_powers<T>(power), 0x80008000u);
+      }
+    }
+  }
+
+ private:
+  // Which of two numbers, before the multiplication, have a code for infinity or NaN; and the bits that make them one.
+  static constexpr uint32_t ones = top == Top::infinity ? twice(((1u << (15 - mantissa)) - 1) << mantissa) : 0x7fff7fffu;
+  static __device__ __forceinline__ uint32_t beyond(uint32_t moved) {
+    constexpr uint32_t last = (1u << (bits - 1)) - 1, least_code = top == Top::infinity ? last >> (bits - 1 - exponent) << (bits - 1 - exponent) : last;
+    const uint32_t least = twice(least_code << (mantissa + 1 + exponent - bits));
+    if constexpr (mantissa == 7) {
+      return __hge2_mask(reinterpret_cast<const __nv_bfloat162&>(moved), reinterpret_cast<const __nv_bfloat162&>(least));
+    } else {
+      return __hge2_mask(reinterpret_cast<const __half2&>(moved), reinterpret_cast<const __half2&>(least));
+    }
+  }
+};
+
+// ---- tables --------------------------------------------------------------------------------------------------------
+
+// NF4, whose numbers have 24 bits: operands of the highest, the next (and in bfloat16 the last) bits of each. In float16
+// times 1024, which keeps the second ones from underflowing; 22 bits are what fp32 sums keep of a product at most.
+template <class T>
+struct Quantiles {
+  static constexpr int bits = 4, parts = Sixteen<T>::mantissa == 7 ? 3 : 2;
+  static constexpr float factor = parts == 3 ? 1.0f : 0x1p-10f;  // a product of the operands times this is one of the weights
+  static constexpr int columns = 16, table_size = 16 * columns;  // lanes read 8 bytes in two turns of 16, each its own column
+  struct Constants {
+    const uint2* column;
+  };
+  struct Row {};
+
+  // By a whole block, into table_size entries of shared memory.
+  static __device__ __forceinline__ void fill(uint2* table) {
+    for (int i = threadIdx.x; i < table_size; i += blockDim.x) {
+      float rest = number_of(i / columns) / factor;
+      uint32_t part[3];
+#pragma unroll
+      for (int p = 0; p < 3; p++) {
+        const T rounded = from_float<T>(rest);
+        part[p] = reinterpret_cast<const uint16_t&>(rounded);
+        rest -= to_float(rounded);
+      }
+      table[i] = {part[0] | part[1] << 16, part[2]};
+    }
+  }
+
+  static __device__ __forceinline__ Constants constants(bool, const uint2* table) { return {table + threadIdx.x % columns}; }
+  static __device__ __forceinline__ Row row(uint32_t) { return {}; }
+
+  static __device__ __forceinline__ void fragment(const Constants& constants, const Held<bits>& held, int step, int half,
+                                                  const Row&, const Row&, uint32_t (&a)[parts][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, 0) >> (i < 2 ? 0 : 8);
+      const uint2 low = constants.column[(codes & 15) * columns], high = constants.column[(codes >> 16 & 15) * columns];
+      a[0][i] = __byte_perm(low.x, high.x, 0x5410);
+      a[1][i] = __byte_perm(low.x, high.x, 0x7632);
+      if constexpr (parts == 3) a[2][i] = __byte_perm(low.y, high.y, 0x5410);
+    }
+  }
+
+ private:
+  template <int first = 0>
+  static __device__ __forceinline__ float number_of(int code) {
+    constexpr float number = formats::nf4::values[first];
+    if constexpr (first < 15) return code == first ? number : number_of<first + 1>(code);
+    return number;
+  }
+};
+
+// ---- scales --------------------------------------------------------------------------------------------------------
+
+enum class ScaleType { float32, bfloat16, float16, e8m0, e4m3 };
+
+__host__ __device__ constexpr int size_of(ScaleType type) {
+  return type == ScaleType::float32 ? 4 : type == ScaleType::bfloat16 || type == ScaleType::float16 ? 2 : 1;
+}
+
+// A power of two by its exponent, the least of them a subnormal of fp32; 255 is NaN.
+__device__ __forceinline__ float e8m0_to_float(uint32_t code) {
+  return __uint_as_float(code - 1 < 254 ? code << 23 : code << 23 | 0x00400000u);
+}
+
+__device__ __forceinline__ float e4m3_to_float(uint32_t code) {
+  const uint32_t size = code & 0x7f;
+  const float number = __uint_as_float(size << 20) * 0x1p120f;
+  return __uint_as_float((size == 0x7f ? 0x7fc00000u : __float_as_uint(number)) | (code & 0x80) << 24);
+}
+
+// Number `i` of an array of scales.
+__device__ __forceinline__ float scale_at(const void* scales, ScaleType type, int64_t i) {
+  switch (type) {
+    case ScaleType::float32: return static_cast<const float*>(scales)[i];
+    case ScaleType::bfloat16: return to_float(static_cast<const __nv_bfloat16*>(scales)[i]);
+    case ScaleType::float16: return to_float(static_cast<const __half*>(scales)[i]);
+    case ScaleType::e8m0: return e8m0_to_float(static_cast<const uint8_t*>(scales)[i]);
+    default: return e4m3_to_float(static_cast<const uint8_t*>(scales)[i]);
+  }
+}
+
+// The scales of rows g and g + 8 of a lane in one group of a unit; `scales`: where those of the unit begin.
+__device__ __forceinline__ float2 two_scales_of(const uint8_t* scales, ScaleType type, int group, int lane) {
+  const int place = group * rows_of_tile + lane / 4 * 2;
+  if (type == ScaleType::float32) return *reinterpret_cast<const float2*>(scales + place * 4);
+  if (type == ScaleType::bfloat16) {
+    const uint32_t two = *reinterpret_cast<const uint32_t*>(scales + place * 2);
+    return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
+  }
+  if (type == ScaleType::float16) return __half22float2(*reinterpret_cast<const __half2*>(scales + place * 2));
+  const uint32_t two = *reinterpret_cast<const uint16_t*>(scales + place);
+  if (type == ScaleType::e8m0) return {e8m0_to_float(two & 0xff), e8m0_to_float(two >> 8)};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(two)));
+  return __half22float2(reinterpret_cast<const __half2&>(halves));
+#else
+  return {e4m3_to_float(two & 0xff), e4m3_to_float(two >> 8)};
+#endif
+}
+
+// The zero points of those rows; `zeros`: where those of the unit begin.
+__device__ __forceinline__ uint2 two_zeros_of(const uint8_t* zeros, int group, int lane) {
+  const uint32_t two = *reinterpret_cast<const uint16_t*>(zeros + group * rows_of_tile + lane / 4 * 2);
+  return {two & 0xff, two >> 8};
+}
+
+// Where a unit keeps what, for a scheme that is known only when the kernel runs.
+struct UnitPlan {
+  int columns, group, groups;  // group: columns of one; groups: of a row in the unit, 0 where scales are outside
+  int scale_at, zero_at, size;
+
+  __host__ __device__ static UnitPlan of(int bits, int group_size, int scale_size, bool has_zero) {
+    UnitPlan p = {};
+    p.columns = bits <= 4 ? 512 : 256;
+    const bool is_inside = group_size > 0 && p.columns % group_size == 0;
+    p.group = is_inside ? group_size : p.columns;
+    p.groups = is_inside ? p.columns / group_size : 0;
+    p.scale_at = rows_of_tile * p.columns * bits / 8;
+    p.zero_at = p.scale_at + rows_of_tile * p.groups * scale_size;
+    p.size = (p.zero_at + (has_zero ? rows_of_tile * p.groups : 0) + 15) / 16 * 16;
+    return p;
+  }
+};
+
+}  // namespace lowbit::cuda
