@@ -1,141 +1,189 @@
 """Weights loaded per second: every kernel against the limit of reading its bytes, in one run, weights cold.
 
-Each figure is the median over walks through enough copies of a weight to leave the last-level cache cold; on a GPU a
-walk is one CUDA graph. The float weight runs beside the quantized ones, under the same conditions.
+Each figure is the median over walks through enough copies of a weight to leave the last-level cache cold; on a GPU a walk
+is one CUDA graph. Where N = K each product takes the one before it as its x, so that a kernel which starts early still has
+to wait for it. The float weight runs beside the quantized ones, under the same conditions.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
+from torch import nn
 
-from lowbit import QTensor, Scheme, trace_kernels
+from lowbit import trace_kernels
+from lowbit.recipe import Recipe
 
-from .reader import reader
+from . import peers
+from .reader import Limits
+from .specimens import Specimen
+from .walks import Times, copies_of, timed
 
-__all__ = ["SHAPES", "measure", "table"]
+__all__ = ["BATCHES", "SCHEMES", "SHAPES", "device_name", "measure", "row_of", "table"]
 
-SHAPES = ((1024, 1024), (4096, 4096), (11008, 4096))
-_COLD = {"cpu": 256 << 20, "cuda": 640 << 20}  # several times the last-level cache of either
+SCHEMES = (
+    "int8", "int4", "int4_sym", "int3", "int2", "int5", "int6", "fp8", "fp6", "fp6_e3m2", "fp4", "nf4",
+    "mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "int8_dynamic_activation_int8_weight",
+)  # fmt: skip
+SHAPES = (
+    (1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672),
+)  # fmt: skip
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)
+
+Progress = Callable[[str], None]
 
 
 def measure(
     schemes: Sequence[str],
-    shapes: Sequence[tuple[int, int]] = SHAPES,
+    shapes: Sequence[tuple[int, int]],
     batches: Sequence[int] = (1,),
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     repeats: int = 9,
-    progress: Callable[[str], None] | None = None,
+    layout: str = "default",
+    others: Sequence[str] = (),
+    seconds: float = 45,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Time ``lowbit::linear`` for each scheme, shape (N, K) and number of rows of x, beside F.linear in ``dtype``.
+    """Time ``QLinear.forward`` for each scheme, shape (N, K) and number of rows of x, beside F.linear in ``dtype``.
 
-    Returns plain data: ``rows`` with microseconds a call, bytes read, billions of weights a second, the fraction of the
-    limit (the time to read the same bytes over the time taken), the ratio to F.linear, the kernel and its contract.
+    ``schemes``: whatever names a recipe. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
+    ``seconds``, on the part of the grid that is theirs. Returns plain data: ``rows`` as of :func:`row_of`, ``peers``, the same
+    for them, and ``failures``, each with the error of a figure that could not be taken.
     """
     where = torch.device(device)
-    rows = []
+    recipes = {name: Recipe.parse(name) for name in schemes}
+    limits = Limits(where, repeats)
+    rows: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
     for n, k in shapes:
-        for m in batches:
-            x = torch.randn(m, k, dtype=dtype, device=where)
-            baseline = 0.0
-            for scheme in ("float", *schemes):
-                if progress is not None:
-                    progress(f"{scheme} {n}x{k} M={m}")
-                row = _row(scheme, x, n, k, repeats)
-                baseline = row["us"] if scheme == "float" else baseline
-                rows.append({**row, "m": m, "n": n, "k": k, "times_float": baseline / row["us"]})
-    return {
-        "device": _device_name(where),
-        "dtype": str(dtype),
-        "rows": rows,
-    }
+        base: dict[int, dict[str, Any]] = {}
+        for name in ("float", *recipes):
+            found = _rows_of(name, recipes.get(name), n, k, batches, where, dtype, repeats, layout, limits, progress)
+            for m, row in found:
+                if "error" in row:
+                    failures.append({"scheme": name, "m": m, "n": n, "k": k, **row})
+                    continue
+                base.setdefault(m, row)  # the float row comes first
+                rows.append({**row, "times_float": base[m]["us"] / row["us"]})
+    float_us = {(r["n"], r["k"], r["m"]): r["us"] for r in rows if r["scheme"] == "float"}
+    order = {name: place for place, name in enumerate(("float", *recipes))}
+    rows.sort(key=lambda r: (shapes.index((r["n"], r["k"])), r["m"], order[r["scheme"]]))
+    result = {"device": device_name(where), "dtype": str(dtype), "rows": rows, "failures": failures}
+    if others:
+        theirs = [shape for shape in shapes if shape in peers.SHAPES] or shapes
+        few = [m for m in batches if m in peers.BATCHES] or batches
+        found, missing = peers.measure(others, theirs, few, device, repeats, seconds, progress)
+        result["peers"] = [_peer_row(row, limits(row["bytes"]), float_us) for row in found]
+        failures += missing
+    return result
 
 
-def _row(scheme: str, x: Tensor, n: int, k: int, repeats: int) -> dict[str, Any]:
-    dense = torch.randn(n, k, dtype=x.dtype, device=x.device)
-    weight: Tensor = dense if scheme == "float" else QTensor.quantize(dense, Scheme.parse(scheme))
-    size = weight.nbytes
-    copies = max(2, -(-_COLD[x.device.type] // size))
-    weights = [weight.clone() for _ in range(copies)]
-    calls = [lambda w=w: torch.nn.functional.linear(x, w) for w in weights]
-    kernel, contract = "F.linear", str(x.dtype)
-    if scheme != "float":
-        with trace_kernels() as trace:
-            calls[0]()
-        receipt = next(iter(trace.counts))
-        kernel, contract = receipt.kernel, receipt.contract
-    us = _median(calls, x.device, repeats)
-    buffers = [torch.randint(0, 255, (-(-size // 16384) * 16384,), dtype=torch.uint8, device=x.device) for _ in range(copies)]
-    read = reader(x.device)
-    limit = _median([lambda b=b: read(b) for b in buffers], x.device, repeats) * size / buffers[0].numel()
-    return {
-        "scheme": scheme,
-        "kernel": kernel,
-        "contract": contract,
-        "us": us,
-        "bytes": size,
-        "billion_weights_per_second": n * k / us / 1e3,
-        "limit_us": limit,
-        "fraction_of_limit": limit / us,
-    }
+def _peer_row(row: dict[str, Any], limit: Times, float_us: dict[tuple[int, int, int], float]) -> dict[str, Any]:
+    times, where = Times(row["us"], row["plain_us"], row["early"]), (row["n"], row["k"], row["m"])
+    names = {key: row[key] for key in ("peer", "version", "bits", "relative_error")}
+    measured = row_of(times, limit, row["m"], row["n"], row["k"], row["bytes"])
+    return names | measured | {"times_float": float_us[where] / times.us if where in float_us else None}
 
 
-def _median(calls: Sequence[Callable[[], Tensor]], device: torch.device, repeats: int) -> float:
-    """Microseconds a call, the median over walks through all of ``calls``."""
-    walk = _graph_walk(calls) if device.type == "cuda" else _eager_walk(calls)
-    walk()
-    return statistics.median(walk() for _ in range(repeats)) / len(calls)
+def _rows_of(
+    name: str,
+    recipe: Recipe | None,
+    n: int,
+    k: int,
+    batches: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int,
+    layout: str,
+    limits: Limits,
+    progress: Progress | None,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(M, its row), or the error in place of the row; the copies of the weight serve every M."""
+    layers: Sequence[nn.Module] = []
+    for m in batches:
+        if progress is not None:
+            progress(f"{name} {n}x{k} M={m}")
+        try:
+            if not layers:
+                layers, size, held = _copies(recipe, n, k, device, dtype, layout)
+            x = torch.randn(m, k, dtype=dtype, device=device)
+            times = timed(layers, x, chained=n == k, repeats=repeats)
+            with trace_kernels() as trace:
+                layers[0](x)
+            receipt = next(iter(trace.counts), None)
+            kernel, contract = ("F.linear", str(dtype)) if receipt is None else (receipt.kernel, receipt.contract)
+            yield (
+                m,
+                {"scheme": name, "kernel": kernel, "contract": contract, "layout": held}
+                | row_of(times, limits(size), m, n, k, size),
+            )
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            yield m, {"error": " ".join(str(error).split())[:300]}
+    if device.type == "cuda":
+        layers = []
+        torch.cuda.empty_cache()
 
 
-def _eager_walk(calls: Sequence[Callable[[], Tensor]]) -> Callable[[], float]:
-    def walk() -> float:
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        return (time.perf_counter() - start) * 1e6
+def _copies(
+    recipe: Recipe | None, n: int, k: int, device: torch.device, dtype: torch.dtype, layout: str
+) -> tuple[Sequence[nn.Module], int, str]:
+    """Layers over copies of one weight, its bytes, and the arrangement of them."""
+    if recipe is None:
+        size = n * k * dtype.itemsize
+        dense = torch.randn(n, k, dtype=dtype, device=device) * k**-0.5
+        return [_Float(dense.clone()) for _ in range(copies_of(size, device))], size, "rows"
+    made = Specimen(recipe, n, k, device, dtype, layout)
+    return made.copies(), made.nbytes, made.layer.byte_layout
 
-    return walk
+
+class _Float(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
 
 
-def _graph_walk(calls: Sequence[Callable[[], Tensor]]) -> Callable[[], float]:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:3]:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-
-    def walk() -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        assert kept
-        return start.elapsed_time(end) * 1e3
-
-    return walk
+def row_of(times: Times, limit: Times, m: int, n: int, k: int, size: int) -> dict[str, Any]:
+    """A figure beside its limit in the same mode; ``plain_``: in a graph without early starts, where there were some."""
+    compared = limit.us if times.early or times.early is None else limit.plain_us
+    row = {
+        "m": m, "n": n, "k": k, "bytes": size,
+        "us": times.us,
+        "early": times.early,
+        "billion_weights_per_second": n * k / times.us / 1e3,
+        "limit_us": compared,
+        "fraction_of_limit": compared / times.us,
+    }  # fmt: skip
+    if times.early is not None:
+        row |= {"plain_us": times.plain_us, "plain_limit_us": limit.plain_us}
+        row |= {"plain_fraction_of_limit": limit.plain_us / times.plain_us}
+    return row
 
 
 def table(figures: dict[str, Any]) -> Table:
     """What :func:`measure` returned, for a terminal."""
     made = Table(title=f"{figures['device']}, {figures['dtype']} x, weights cold", title_justify="left")
-    for name in ("N x K", "M", "scheme", "kernel", "us", "billion weights/s", "of the limit", "times F.linear"):
-        made.add_column(name, justify="left" if name in ("scheme", "kernel") else "right", no_wrap=True)
+    left = ("scheme", "kernel", "layout")
+    for name in ("N x K", "M", *left, "us", "billion weights/s", "of the limit", "without early starts", "times F.linear"):
+        made.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for r in figures["rows"]:
-        speeds = f"{r['us']:.1f}", f"{r['billion_weights_per_second']:.1f}", f"{r['fraction_of_limit']:.3f}"
-        made.add_row(f"{r['n']} x {r['k']}", str(r["m"]), r["scheme"], r["kernel"], *speeds, f"{r['times_float']:.2f}")
+        speeds = f"{r['us']:.2f}", f"{r['billion_weights_per_second']:.1f}", f"{r['fraction_of_limit']:.3f}"
+        plain = f"{r['plain_us']:.2f} ({r['plain_fraction_of_limit']:.3f})" if r["early"] else ""
+        names = r["scheme"], r["kernel"], r["layout"]
+        made.add_row(f"{r['n']} x {r['k']}", str(r["m"]), *names, *speeds, plain, f"{r['times_float']:.2f}")
+    for r in figures.get("peers", ()):
+        speeds = f"{r['us']:.2f}", f"{r['billion_weights_per_second']:.1f}", f"{r['fraction_of_limit']:.3f}"
+        plain = f"{r['plain_us']:.2f} ({r['plain_fraction_of_limit']:.3f})" if r["early"] else ""
+        ratio = "" if r["times_float"] is None else f"{r['times_float']:.2f}"
+        made.add_row(f"{r['n']} x {r['k']}", str(r["m"]), r["peer"], r["version"], "", *speeds, plain, ratio)
     return made
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"

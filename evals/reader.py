@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["reader"]
+from .walks import FEWEST, Times, copies_of, timed
+
+__all__ = ["Limits"]
+
+# (blocks for each multiprocessor, 0: as many as there are pieces; bytes of a piece; warps of a block) of the readers that are
+# tried. Those without a loop are the quickest to start, those with one leave room for the next kernel's blocks.
+_PLANS = ((0, 4096, 4), (0, 8192, 4), (0, 16384, 8), (1, 32768, 8), (2, 16384, 8), (3, 32768, 8), (8, 16384, 8))
 
 
-def reader(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """A function that reads every byte of a contiguous uint8 tensor (of a multiple of 16 KiB) and returns a sum."""
-    return _triton_reader() if device.type == "cuda" else _sum
+class Limits:
+    """Microseconds to read a number of bytes, cold, in each mode of a walk: the best of several readers, each measured once."""
+
+    def __init__(self, device: torch.device, repeats: int = 9) -> None:
+        self._device, self._repeats = device, repeats
+        self._known: dict[int, Times] = {}
+        self._data = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def __call__(self, size: int) -> Times:
+        if size not in self._known:
+            found = [self._timed(read, size) for read in _readers(self._device)]
+            early = {times.early for times in found}.pop()
+            self._known[size] = Times(min(t.us for t in found), min(t.plain_us for t in found), early)
+        return self._known[size]
+
+    def _timed(self, reader: tuple[int, Callable[[Tensor], Tensor]], size: int) -> Times:
+        granule, read = reader
+        padded = -(-size // granule) * granule
+        copies = self._copies(padded)
+        if self._data.numel() < copies * padded:
+            self._data = torch.empty(0, dtype=torch.uint8, device=self._device)  # before more is asked for
+            self._data = torch.randint(0, 255, (copies * padded,), dtype=torch.uint8, device=self._device)
+        pieces = self._data[: copies * padded].view(copies, padded)
+        calls = [lambda _, piece=piece: read(piece) for piece in pieces]
+        times = timed(calls, torch.zeros(1, device=self._device), repeats=self._repeats)
+        return Times(times.us * size / padded, times.plain_us * size / padded, times.early)
+
+    def _copies(self, size: int) -> int:
+        """On a GPU as many as a walk has calls: readers wait for nothing, so that several run at once, and two that read the
+        same bytes would share them in the cache."""
+        cold = copies_of(size, self._device)
+        if self._device.type != "cuda":
+            return cold
+        free = torch.cuda.mem_get_info(self._device)[0] + self._data.numel()
+        return max(cold, min(FEWEST, free // 2 // size))
+
+
+def _readers(device: torch.device) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
+    """(bytes that it takes at a time, a function that reads every byte of a uint8 tensor of a multiple of them)."""
+    if device.type != "cuda":
+        yield 64, _sum
+        return
+    for plan in _PLANS:
+        yield plan[1], _triton_reader(device, *plan)
 
 
 def _sum(data: Tensor) -> Tensor:
@@ -20,23 +68,34 @@ def _sum(data: Tensor) -> Tensor:
     return data.view(torch.int64).sum()
 
 
-def _triton_reader() -> Callable[[Tensor], Tensor]:
+@lru_cache(maxsize=64)
+def _triton_reader(device: torch.device, blocks: int, size: int, warps: int) -> Callable[[Tensor], Tensor]:
     import triton
     import triton.language as tl
 
     @triton.jit
-    def read(data, out, size, BLOCK: tl.constexpr):  # noqa: N803
+    def read(data, out, total, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # noqa: N803
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         program, programs = tl.program_id(0), tl.num_programs(0)
-        total = tl.zeros([BLOCK], tl.int32)
-        for start in range(program * BLOCK, size, programs * BLOCK):
-            total += tl.load(data + start + tl.arange(0, BLOCK), eviction_policy="evict_first")
-        tl.store(out + program, tl.sum(total))
+        lanes = tl.arange(0, BLOCK)
+        found = tl.zeros([BLOCK], tl.int32)
+        for start in range(program * BLOCK, total, programs * BLOCK):
+            found += tl.load(data + start + lanes, eviction_policy="evict_first")
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        # Never true of random bytes, which the compiler cannot know: it has to load them all.
+        tl.store(out + lanes, found, mask=found == 0x5EED5EED)
+
+    properties = torch.cuda.get_device_properties(device)
+    most, early = blocks * properties.multi_processor_count or 1 << 30, properties.major >= 9
+    out = torch.zeros(size // 4, dtype=torch.int32, device=device)
+    options = {"launch_pdl": True} if early else {}
 
     def run(data: Tensor) -> Tensor:
         words = data.view(torch.int32)
-        programs = 8 * torch.cuda.get_device_properties(data.device).multi_processor_count
-        out = torch.empty(programs, dtype=torch.int32, device=data.device)
-        read[(programs,)](words, out, words.numel(), BLOCK=4096, num_warps=8)
+        grid = (min(most, data.numel() // size),)
+        read[grid](words, out, words.numel(), BLOCK=size // 4, EARLY=early, num_warps=warps, **options)
         return out
 
     return run

@@ -68,21 +68,32 @@ def demo_table(results: list[dict[str, Any]]) -> str:
     return _markdown(head, (row(outcome) for outcome in result["outcomes"]))
 
 
+_SHOWN = (1, 8, 16, 64, 256, 2048)
+
+
 def gemv_table(results: list[dict[str, Any]]) -> str:
-    """Speeds of one machine after the other, each beside the limit of that run."""
-    blocks = []
-    for result in results:
-        rows = (
-            (
-                f"{r['n']} x {r['k']}", r["m"], f"`{r['scheme']}`", f"`{r['kernel']}`", r["contract"], f"{r['us']:.1f}",
-                f"{r['billion_weights_per_second']:.0f}", f"{r['fraction_of_limit']:.2f}", f"{r['times_float']:.2f}",
-            )
-            for r in result["rows"]
-        )  # fmt: skip
-        head = "N x K |M|scheme |kernel |contract |us|billion weights/s|of the limit|times F.linear"
-        title = f"{result['device']}, {result['dtype']} x, torch {result['versions']['torch']}, {result['date']}:"
-        blocks.append(f"{title}\n\n{_markdown(head, rows)}")
-    return "\n\n".join(blocks)
+    """Speeds of one machine after the other, each beside the limit of that run: the shape nearest to 8192 x 8192."""
+    return "\n\n".join(map(_gemv_block, results))
+
+
+def _gemv_block(result: dict[str, Any]) -> str:
+    n, k = min({(r["n"], r["k"]) for r in result["rows"]}, key=lambda shape: (abs(shape[0] * shape[1] - 8192**2), shape))
+    ours = [{**r, "name": f"`{r['scheme']}`", "by": f"`{r['kernel']}`"} for r in result["rows"]]
+    theirs = [{**r, "name": r["peer"], "by": r["version"]} for r in result.get("peers", ())]
+    here = [r for r in (*ours, *theirs) if (r["n"], r["k"]) == (n, k)]
+    batches = [m for m in _SHOWN if any(r["m"] == m for r in here)]
+
+    def row(name: str) -> tuple[Any, ...]:
+        own = {r["m"]: r for r in here if r["name"] == name}
+        first = own[min(own)]
+        ratios = (f"{own[m]['times_float']:.2f}" if m in own and own[m]["times_float"] else "" for m in batches)
+        speed = f"{first['us']:.1f}", f"{first['billion_weights_per_second']:.0f}", f"{first['fraction_of_limit']:.2f}"
+        return name, first["by"], *speed, *ratios
+
+    title = f"{result['device']}, {n} x {k}, {result['dtype']} x, torch {result['versions']['torch']}, {result['date']}:"
+    head = f"scheme |kernel at M = {min(batches)} |us|billion weights/s|of the limit"
+    head += "".join(f"|times F.linear, M = {m}" for m in batches)
+    return f"{title}\n\n{_markdown(head, (row(name) for name in dict.fromkeys(r['name'] for r in here)))}"
 
 
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {

@@ -1,29 +1,77 @@
-"""The benchmarks run, count the right bytes, and name the kernel; no speed is asserted."""
+"""The benchmarks run, count the right bytes, name the kernel and write what they say; no speed is asserted."""
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
+import torch
 
+from lowbit import Scheme
 from lowbit.command import run
-from lowbit.evals import gemv, tables
+from lowbit.evals import bars, crossover, figures, gemv, peers, reader, tables, walks
+from lowbit.evals.walks import Times
+from lowbit_kernels import crossovers
 
 
-def test_gemv_counts_bytes_and_names_kernels(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(gemv, "_COLD", {"cpu": 1 << 20})
+@pytest.fixture(autouse=True)
+def _small_caches(monkeypatch):
+    monkeypatch.setitem(walks.COLD, "cpu", 1 << 20)
+
+
+# ---- gemv ------------------------------------------------------------------------------------------------------------
+
+
+def test_gemv_counts_bytes_and_names_kernels(capsys, tmp_path):
     arguments = ["bench", "gemv", "--schemes", "int4,int8", "--shapes", "64x256", "--batches", "1,16", "--repeats", "1"]
     assert run([*arguments, "--json", "--report", str(tmp_path / "gemv.json")]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures == json.loads((tmp_path / "gemv.json").read_text())
-    assert {"date", "commit", "versions", "device"} <= set(figures)
-    assert [(r["m"], r["scheme"]) for r in figures["rows"]] == [(m, s) for m in (1, 16) for s in ("float", "int4", "int8")]
-    by_scheme = {r["scheme"]: r for r in figures["rows"]}
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "gemv.json").read_text())
+    assert {"date", "commit", "versions", "device"} <= set(found)
+    assert [(r["m"], r["scheme"]) for r in found["rows"]] == [(m, s) for m in (1, 16) for s in ("float", "int4", "int8")]
+    by_scheme = {r["scheme"]: r for r in found["rows"]}
     assert by_scheme["float"]["bytes"] == 64 * 256 * 2
     assert by_scheme["int4"]["bytes"] == 64 * 128 + 64 * 2 * (2 + 1)  # codes, bf16 scales, a byte of zero point
     assert by_scheme["int8"]["bytes"] == 64 * 256 + 64 * 2
-    assert all(r["us"] > 0 and r["limit_us"] > 0 and r["kernel"] for r in figures["rows"])
-    assert tables.gemv_table([figures]).count("\n| 64 x 256 |") == 6
+    assert all(r["us"] > 0 and r["limit_us"] > 0 and r["kernel"] and r["contract"] for r in found["rows"])
+    assert found["failures"] == []
+    assert tables.gemv_table([found]).count("\n| `int") == 2
+
+
+def test_gemv_measures_a_layout_and_a_recipe_with_activations(capsys):
+    recipe = "int8_dynamic_activation_int8_weight"
+    found = gemv.measure(["int4", recipe], [(512, 512)], (1,), repeats=1, layout="tiles")
+    assert [(r["scheme"], r["layout"]) for r in found["rows"]] == [("float", "rows"), ("int4", "tiles"), (recipe, "tiles")]
+    with pytest.raises(ValueError, match="did you mean"):
+        gemv.measure(["int44"], [(64, 64)])
+
+
+def test_what_cannot_be_measured_is_a_failure_with_its_reason():
+    found = gemv.measure(["int4"], [(64, 256)], (1,), repeats=1, layout="spiral")
+    assert [r["scheme"] for r in found["rows"]] == ["float"]
+    assert "no layout named 'spiral'" in found["failures"][0]["error"]
+
+
+def test_a_folder_of_figures(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    arguments = ["bench", "gemv", "--schemes", "int4", "--shapes", "64x256,256x64", "--batches", "1,2", "--repeats", "1"]
+    assert run([*arguments, "--out", str(tmp_path / "new"), "--name", "here"]) == 0
+    assert "without early starts" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["here.csv", "here.json", "here.png"]
+    assert (tmp_path / "new" / "here.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / "new" / "here.json").read_text())
+    with open(tmp_path / "new" / "here.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["scheme"], int(r["m"]), float(r["us"])) for r in rows] == [(r["scheme"], r["m"], r["us"]) for r in found["rows"]]
+
+
+def test_figures_without_matplotlib_are_a_note(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "draw", lambda path, found: False)
+    arguments = ["bench", "gemv", "--schemes", "int4", "--shapes", "64x64", "--batches", "1", "--repeats", "1"]
+    assert run([*arguments, "--out", str(tmp_path)]) == 0
+    assert "pip install 'lowbit[plot]'" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemv.csv", "gemv.json"]
 
 
 @pytest.mark.parametrize(
@@ -32,6 +80,7 @@ def test_gemv_counts_bytes_and_names_kernels(capsys, monkeypatch, tmp_path):
         (["--shapes", "4096"], "as in 4096x4096"),
         (["--device", "cuda"], "no CUDA device"),
         (["--schemes", "int44"], "did you mean"),
+        (["--peers", "all"], "CUDA kernels"),
     ],
 )
 def test_a_benchmark_of_nothing_is_one_clear_error(arguments, message, capsys, monkeypatch):
@@ -43,3 +92,171 @@ def test_a_benchmark_of_nothing_is_one_clear_error(arguments, message, capsys, m
 def test_memory_is_reported(capsys):
     assert run(["bench", "memory", "--size", "64", "--layers", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["largest_layer_bytes"] == 64 * 64 * 2
+
+
+# ---- walks and limits ------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_hands_each_result_on_and_starts_anew():
+    seen = []
+    calls = [lambda x: seen.append(float(x)) or x + 1 for _ in range(40)]
+    walks.timed(calls, torch.zeros(()), chained=True, repeats=1)
+    assert seen[-40:] == [*map(float, range(32)), *map(float, range(8))]
+    seen.clear()
+    walks.timed(calls, torch.zeros(()), repeats=1)
+    assert set(seen) == {0.0}
+
+
+def test_a_walk_into_infinity_is_refused():
+    with pytest.raises(RuntimeError, match="not finite"):
+        walks.timed([lambda x: x / 0] * 2, torch.ones(3), repeats=1)
+
+
+def test_a_fraction_compares_like_with_like():
+    limit = Times(2.0, 3.0, True)
+    late = gemv.row_of(Times(6.0, 6.0, False), limit, 1, 8, 8, 64)
+    assert (late["fraction_of_limit"], late["plain_fraction_of_limit"]) == (0.5, 0.5)
+    early = gemv.row_of(Times(4.0, 5.0, True), limit, 1, 8, 8, 64)
+    assert (early["fraction_of_limit"], early["plain_fraction_of_limit"]) == (0.5, 0.6)
+    assert "plain_us" not in gemv.row_of(Times(4.0, 4.0, None), Times(2.0, 2.0, None), 1, 8, 8, 64)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_readers_may_start_early_and_full_edges_are_slower():
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("kernels start early from 9.0 on")
+    limit = reader.Limits(torch.device("cuda"), repeats=3)(8 << 20)
+    assert limit.early
+    assert limit.us < limit.plain_us
+
+
+# ---- peers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_is_measured_and_its_errors_are_rows(monkeypatch):
+    def prepare(weight):
+        if weight.shape[0] == 32:
+            raise RuntimeError("no such shape")
+        return torch.nn.functional.linear, (weight,)
+
+    monkeypatch.setitem(peers.PEERS, "float", peers.Peer(16, "torch", prepare))
+    rows = list(peers.rows_of("float", [(64, 64), (32, 64)], [1], torch.device("cpu"), 1))
+    assert (rows[0]["bytes"], rows[0]["relative_error"]) == (64 * 64 * 2, 0)
+    assert rows[1]["error"] == "RuntimeError: no such shape"
+
+
+def test_peers_that_are_missing_late_or_broken_are_named(monkeypatch):
+    monkeypatch.setitem(peers.PEERS, "absent", peers.Peer(4, "no-such-package", lambda weight: None))
+    rows, failures = peers.measure(["absent"], [(64, 64)], [1], "cpu")
+    assert (rows, failures) == ([], [{"peer": "absent", "error": "no-such-package is not installed"}])
+    assert peers._lines(["int4 tinygemm"], 0.05) == ([], "not done after 0.05 s")
+    assert "ended with 2" in peers._lines(["nobody"], 60)[1]
+    with pytest.raises(ValueError, match="there are int4 tinygemm"):
+        peers.measure(["nobody"])
+
+
+def test_peers_stand_beside_the_others(monkeypatch):
+    row = {"peer": "other", "version": "other 1.0", "bits": 4, "relative_error": 0.1, "m": 1, "n": 64, "k": 256, "bytes": 8192}
+    row |= {"us": 9.0, "plain_us": 9.0, "early": None}
+    monkeypatch.setattr(peers, "measure", lambda *args: ([row], [{"peer": "late", "error": "not done after 1 s"}]))
+    found = gemv.measure(["int4"], [(64, 256)], (1,), repeats=1, others=["other", "late"])
+    (peer,) = found["peers"]
+    assert peer["times_float"] == found["rows"][0]["us"] / 9.0
+    assert found["failures"] == [{"peer": "late", "error": "not done after 1 s"}]
+    assert "other 1.0" in figures.as_csv(found)
+    assert "| other | other 1.0 |" in tables.gemv_table([{**found, "versions": {"torch": "2"}, "date": "today"}])
+    assert gemv.table(found).row_count == 3
+
+
+# ---- bars ------------------------------------------------------------------------------------------------------------
+
+
+def _figures(fraction: float, ratio: float) -> dict:
+    row = {"fraction_of_limit": fraction, "plain_fraction_of_limit": fraction, "times_float": ratio, "plain_us": 10.0}
+    schemes = {r.what.split(",")[0] for r in bars.bars({"rows": []})} - {"int8 times int8"}
+    rows = [
+        {**row, "scheme": scheme, "n": n, "k": k, "m": m, "us": 10.0 + 0.1 * m}
+        for scheme in (*schemes, "int8_dynamic_activation_int8_weight")
+        for n, k in ((4096, 4096), (8192, 8192), (28672, 8192))
+        for m in (1, 8, 16, 64, 2048)
+    ]
+    theirs = [
+        {"bits": bits, "n": n, "k": k, "m": 1, "us": 10.1 * ratio, "plain_us": 10.1 * ratio}
+        for bits in (4, 8)
+        for n, k in ((4096, 4096), (8192, 8192), (28672, 8192))
+    ]
+    return {"rows": rows, "peers": theirs}
+
+
+def test_bars_are_passed_missed_or_not_measured(tmp_path, capsys):
+    assert all(bar.passed for bar in bars.bars(_figures(0.95, 2.0)))
+    missed = bars.bars(_figures(0.5, 0.8))
+    assert not any(bar.passed for bar in missed if "speed at M = 1" not in bar.what)
+    assert all(bar.got is None and not bar.passed for bar in bars.bars({"rows": []}))
+    for found, code, word in (
+        (_figures(0.95, 2.0), 0, "pass"),
+        (_figures(0.5, 0.8), 1, "miss"),
+        ({"rows": []}, 1, "not measured"),
+    ):
+        (tmp_path / "figures.json").write_text(json.dumps(found))
+        with pytest.raises(SystemExit) as end:
+            bars.main([str(tmp_path / "figures.json")])
+        assert (int(end.value.code), word in capsys.readouterr().out) == (code, True)
+
+
+# ---- crossovers ------------------------------------------------------------------------------------------------------
+
+
+def test_segments_prefer_the_registrys_order_unless_another_row_gains():
+    measured = {
+        1: {"a": 1.0, "b": 3.0},
+        8: {"a": 2.0, "b": 1.99},
+        16: {"b": 4.0, "c": 3.0},
+        64: {"b": 4.0, "c": 3.9},
+        256: {"b": 9.0},
+    }
+    assert crossover.segments(measured) == [(8, "a"), (16, "c"), (None, "b")]
+    assert crossover.segments({}) == []
+
+
+def test_a_table_is_measured_written_and_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(crossovers, "FOLDER", tmp_path)
+    crossovers.load.cache_clear()
+    path = tmp_path / "cpu.json"
+    arguments = ["--schemes", "int4,fp8", "--shapes", "64x256", "--batches", "1,16", "--device", "cpu", "--repeats", "1"]
+    crossover.main([*arguments, "--out", str(path)])
+    table = crossovers.load("cpu", 0)
+    assert [(e.op, e.scheme, e.layout) for e in table.entries] == [
+        ("linear", "uint4:g128:zint:bf16", "canonical"),
+        ("linear", "fp8_e4m3fn:row:bf16", "canonical"),
+    ]
+    assert table.fastest("linear", Scheme.parse("int4"), "canonical", 1, 64, 256) == table.entries[0].row(1)
+    assert table.fastest("linear", Scheme.parse("int3"), "canonical", 1, 64, 256) is None
+    assert crossovers.load("an unknown one", 0) == table
+    assert crossovers.load("an unknown one", 90) is None
+    crossovers.load.cache_clear()
+
+
+def test_a_call_takes_the_entry_that_is_most_like_it():
+    def entry(scheme, n, k, row):
+        return crossovers.Entry("linear", str(Scheme.parse(scheme)), "tiles", n, k, ((8, row), (None, row + "_many")))
+
+    entries = (
+        entry("int4", 1024, 1024, "small"),
+        entry("int4", 8192, 8192, "large"),
+        entry("mxfp4", 4096, 4096, "mx"),
+        entry("int8", 4096, 4096, "eight"),
+    )
+    table = crossovers.Crossovers("a GPU", 90, entries)
+
+    def fastest(scheme, m, n, k, layout="tiles"):
+        return table.fastest("linear", Scheme.parse(scheme), layout, m, n, k)
+
+    assert fastest("int4", 8, 1024, 2048) == "small"
+    assert fastest("int4", 9, 28672, 8192) == "large_many"
+    assert fastest("int4_g64", 1, 8192, 8192) == "large"
+    assert fastest("mxfp4", 1, 8192, 8192) == "mx"
+    assert fastest("nvfp4", 1, 4096, 4096) == "mx"
+    assert fastest("int8", 1, 1024, 1024) == "eight"
+    assert fastest("int4", 1, 1024, 1024, layout="canonical") is None
+    assert fastest("int6", 1, 1024, 1024) is None

@@ -49,6 +49,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lowbit_kernels": ("lowbit_kernels.*",),
     "lowbit_kernels.*": (*LEAVES, "lowbit_kernels", "lowbit_kernels.*"),
     "evals": ("lowbit", "lowbit.*", "evals.*"),
+    "evals.crossover": ("lowbit", "lowbit.*", "lowbit_kernels.crossovers", "evals.*"),  # writes what that module reads
     "evals.*": ("lowbit", "lowbit.*", "evals", "evals.*"),
 }  # fmt: skip
 

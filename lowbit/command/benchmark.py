@@ -2,50 +2,82 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .console import JsonOption, ReportOption, bar, print_json, print_table, write_report
+from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
 
 bench = typer.Typer(help="Measure speed and memory against the machine's own limits.", no_args_is_help=True)
 
 
 @bench.command("gemv")
 def gemv(
-    schemes: Annotated[str, typer.Option(help="Schemes with commas between.")] = "int8,int4,int4_sym,nf4,mxfp4",
-    shapes: Annotated[str, typer.Option(help="N x K of the weights, with commas between.")] = "1024x1024,4096x4096,11008x4096",
-    batches: Annotated[str, typer.Option(help="Rows of x, with commas between.")] = "1,8",
+    schemes: Annotated[
+        str, typer.Option(help="Schemes or recipes with commas between; all: every one that a kernel is written for.")
+    ] = "int8,int4,int4_sym,nf4,mxfp4",
+    shapes: Annotated[
+        str, typer.Option(help="N x K of the weights, with commas between; all: squares and a Llama's.")
+    ] = "1024x1024,4096x4096,11008x4096",
+    batches: Annotated[str, typer.Option(help="Rows of x, with commas between; all: 1 to 4096.")] = "1,8",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    layout: Annotated[str, typer.Option(help="Of the weights: default (what quantize_ gives), or a layout's name.")] = "default",
+    peers: Annotated[str, typer.Option(help="Also other libraries: their names with commas between, or all.")] = "",
+    peer_seconds: Annotated[float, typer.Option(min=1, help="The most that the process of one of them may take.")] = 45,
     repeats: Annotated[int, typer.Option(min=1, help="Walks over all copies; each figure is their median.")] = 9,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write NAME.json, NAME.csv and NAME.png there.", file_okay=False)
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the files in FOLDER.")] = "gemv",
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
     """Weights loaded per second: every kernel beside F.linear and the limit of reading its bytes, in one run."""
+    import torch
+
+    from lowbit.evals import figures, gemv
+    from lowbit.evals import peers as theirs
+    from lowbit.evals.results import origin
+
     try:
-        sizes = [(int(n), int(k)) for n, k in (shape.strip().split("x") for shape in shapes.split(","))]
-        rows = [int(m) for m in batches.split(",")]
+        sizes = gemv.SHAPES if shapes == "all" else [_shape(shape) for shape in shapes.split(",")]
+        rows = gemv.BATCHES if batches == "all" else [int(m) for m in batches.split(",")]
     except ValueError:
         raise typer.BadParameter(
             f"shapes are as in 4096x4096,1024x1024 and batches as in 1,8, got {shapes} and {batches}"
         ) from None
-    import torch
-
-    from lowbit.evals import gemv as benchmark
-    from lowbit.evals.results import origin
-
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device: use --device cpu")
-    names = [name.strip() for name in schemes.split(",")]
-    total = len(sizes) * len(rows) * (1 + len(names))
+    if peers and not device.startswith("cuda"):
+        raise typer.BadParameter("the peers' kernels are CUDA kernels: use --device cuda, or leave --peers out")
+    names = gemv.SCHEMES if schemes == "all" else _names(schemes)
+    others = list(theirs.PEERS) if peers == "all" else _names(peers)
+    total = len(sizes) * len(rows) * (1 + len(names)) + len(others)
     with bar() as progress:
         done = iter(range(total))
-        figures = benchmark.measure(
-            names, sizes, rows, device, repeats=repeats, progress=lambda what: progress(what, next(done), total)
-        )
-    result = {**origin(), **figures}
+        measured = gemv.measure(
+            names, sizes, rows, device, repeats=repeats, layout=layout, others=others, seconds=peer_seconds,
+            progress=lambda what: progress(what, next(done), total),
+        )  # fmt: skip
+    result = {**origin(), **measured}
     write_report(result, report)
-    print_json(result) if json else print_table(benchmark.table(figures))
+    for failure in result["failures"]:
+        note(" ".join(f"{key}={value}" for key, value in failure.items()))
+    if out is not None:
+        written = figures.write(out, name, result)
+        if written[-1].suffix != ".png":
+            note("no drawing, because matplotlib is not installed: pip install 'lowbit[plot]'")
+    print_json(result) if json else print_table(gemv.table(result))
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _shape(text: str) -> tuple[int, int]:
+    n, k = text.strip().split("x")
+    return int(n), int(k)
 
 
 @bench.command("memory")

@@ -1,0 +1,126 @@
+"""What the kernels of a GPU must reach, held against figures that were measured.
+
+    python -m lowbit.evals.bars evals/results/gemv_h200.json
+
+prints each bar with what was reached, and ends with 1 where one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Bar", "bars", "table"]
+
+_BIG, _BIGGER, _SMALL = (8192, 8192), (28672, 8192), (4096, 4096)
+_W8A8 = "int8_dynamic_activation_int8_weight"
+_FRACTIONS = ("int3", "int5", "int6", "fp6", "fp6_e3m2", "mxfp4", "mxfp6", "mxfp8", "nvfp4")
+_BATCHED = ("int4", "int3", "fp6", "mxfp4")
+
+
+class Bar(NamedTuple):
+    """``got`` None: the figures do not say."""
+
+    what: str
+    need: float
+    got: float | None
+
+    @property
+    def passed(self) -> bool:
+        return self.got is not None and self.got >= self.need
+
+
+def bars(figures: dict[str, Any]) -> list[Bar]:
+    """Every bar, in the order of the table that they come from."""
+    return [*_one_row(figures), *_few_rows(figures), *_against_float(figures)]
+
+
+def _find(figures: dict[str, Any], scheme: str, shape: tuple[int, int], m: int) -> dict[str, Any] | None:
+    return next((r for r in figures["rows"] if r["scheme"] == scheme and (r["n"], r["k"]) == shape and r["m"] == m), None)
+
+
+def _best_peer(figures: dict[str, Any], bits: int, shape: tuple[int, int], plain: bool) -> float | None:
+    """Microseconds of the fastest peer of as many bits at M = 1."""
+    field = "plain_us" if plain else "us"
+    found = [r[field] for r in figures.get("peers", ()) if r["bits"] == bits and (r["n"], r["k"]) == shape and r["m"] == 1]
+    return min(found, default=None)
+
+
+def _one_row(figures: dict[str, Any]) -> Iterator[Bar]:
+    eight = [("int8", 8, _BIG, 0.90, 1.25, False), ("int8", 8, _BIGGER, 0.90, 1.15, False)]
+    four = [
+        (name, 4, *bar)
+        for name in ("int4", "int4_sym")
+        for bar in (
+            (_BIG, 0.85, 2.0, False), (_BIG, 0.85, 1.8, True), (_BIGGER, 0.90, 1.75, False), (_BIGGER, 0.90, 1.65, True),
+            (_SMALL, 0.60, 2.0, False),
+        )
+    ]  # fmt: skip
+    for scheme, bits, shape, fraction, times, plain in (*eight, *four):
+        row = _find(figures, scheme, shape, 1)
+        mode = ", no early starts" if plain else ""
+        where = f"{scheme}, M = 1, {shape[0]}x{shape[1]}{mode}"
+        yield Bar(f"{where}: of the limit", fraction, row and row["plain_fraction_of_limit" if plain else "fraction_of_limit"])
+        peer = _best_peer(figures, bits, shape, plain)
+        own = row and row["plain_us" if plain else "us"]
+        yield Bar(f"{where}: times the best peer", times, peer / own if peer and own else None)
+    for scheme in _FRACTIONS:
+        row = _find(figures, scheme, _BIG, 1)
+        yield Bar(f"{scheme}, M = 1, 8192x8192: of the limit", 0.75, row and row["fraction_of_limit"])
+
+
+def _few_rows(figures: dict[str, Any]) -> Iterator[Bar]:
+    for scheme in ("int4", "int4_sym"):
+        for shape in (_BIG, _BIGGER):
+            one, eight = _find(figures, scheme, shape, 1), _find(figures, scheme, shape, 8)
+            got = one["us"] / eight["us"] if one and eight else None
+            yield Bar(f"{scheme}, M = 8, {shape[0]}x{shape[1]}: of its speed at M = 1", 0.80, got)
+    for scheme in _BATCHED:
+        for m, need in ((16, 2.0), (64, 1.5)):
+            row = _find(figures, scheme, _BIG, m)
+            yield Bar(f"{scheme}, M = {m}, 8192x8192: times F.linear", need, row and row["times_float"])
+    row = _find(figures, _W8A8, _BIG, 2048)
+    yield Bar("int8 times int8, M = 2048, 8192x8192: times F.linear", 1.5, row and row["times_float"])
+
+
+def _against_float(figures: dict[str, Any]) -> Iterator[Bar]:
+    """The worst of each scheme over all shapes, up to 128 rows of x and above."""
+    for scheme in dict.fromkeys(r["scheme"] for r in figures["rows"] if r["scheme"] != "float"):
+        for low, high, need in ((1, 128, 1.0), (129, 4096, 0.85)):
+            found = [r for r in figures["rows"] if r["scheme"] == scheme and low <= r["m"] <= high]
+            worst = min(found, key=lambda r: r["times_float"], default=None)
+            where = "" if worst is None else f" (at M = {worst['m']}, {worst['n']}x{worst['k']})"
+            got = worst and worst["times_float"]
+            yield Bar(f"{scheme}, M = {low} to {high}, the worst shape{where}: times F.linear", need, got)
+
+
+def table(found: list[Bar]) -> Table:
+    made = Table(title=f"{sum(bar.passed for bar in found)} of {len(found)} bars reached", title_justify="left")
+    for name in ("bar", "at least", "reached", "", "by"):
+        made.add_column(name, justify="left" if name in ("bar", "") else "right", no_wrap=True)
+    for bar in found:
+        if bar.got is None:
+            made.add_row(bar.what, f"{bar.need:.2f}", "", "not measured", "")
+            continue
+        word = "[green]pass[/]" if bar.passed else "[red]miss[/]"
+        made.add_row(bar.what, f"{bar.need:.2f}", f"{bar.got:.3f}", word, f"{100 * (bar.got / bar.need - 1):+.1f} %")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Hold figures of lowbit bench gemv against what the kernels must reach.")
+    parser.add_argument("figures", type=Path)
+    options = parser.parse_args(arguments)
+    found = bars(json.loads(options.figures.read_text(encoding="utf-8")))
+    Console(highlight=False, width=160).print(table(found))
+    raise SystemExit(not all(bar.passed for bar in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Which row of the registry is the fastest, by scheme, shape and M: the tables that lowbit_kernels.crossovers reads.
+
+    python -m lowbit.evals.crossover --device cuda
+
+measures every row that takes a call and writes the table of this GPU among the package's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit import explain, strict
+from lowbit.recipe import Recipe
+from lowbit_kernels.crossovers import file_of
+
+from .figures import as_json
+from .gemv import device_name
+from .results import origin, replace_file
+from .specimens import Specimen
+from .walks import timed
+
+__all__ = ["BATCHES", "SCHEMES", "SHAPES", "measure", "segments"]
+
+SCHEMES = (
+    "int8", "int4", "int4_sym", "int3", "int2", "int5", "int6", "fp8", "fp6", "fp4", "nf4", "mxfp8", "mxfp6", "mxfp4", "mxint8",
+    "nvfp4", "int8_dynamic_activation_int8_weight", "int8_dynamic_activation_int4_weight",
+)  # fmt: skip
+SHAPES = ((1024, 1024), (4096, 4096), (8192, 8192), (28672, 8192))
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+_GAIN = 0.97  # a row that comes later in the registry's order must be this much quicker to be taken before an earlier one
+
+
+def measure(
+    schemes: Sequence[str] = SCHEMES,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    batches: Sequence[int] = BATCHES,
+    device: str = "cuda",
+    repeats: int = 5,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """A table for :mod:`lowbit_kernels.crossovers`, with the microseconds behind it. Rows of the reference are measured only
+    where no other row takes a call."""
+    where = torch.device(device)
+    major, minor = torch.cuda.get_device_capability(where) if where.type == "cuda" else (0, 0)
+    entries = []
+    for name in schemes:
+        for n, k in shapes:
+            if progress is not None:
+                progress(f"{name} {n}x{k}")
+            entries.append(_entry(Recipe.parse(name), n, k, batches, where, repeats))
+    return {"device": device_name(where), "arch": 10 * major + minor, "entries": entries}
+
+
+def _entry(recipe: Recipe, n: int, k: int, batches: Sequence[int], device: torch.device, repeats: int) -> dict[str, Any]:
+    made = Specimen(recipe, n, k, device)
+    layers, measured = made.copies(), {}
+    for m in sorted(batches):
+        explained = explain(made.layer, m)
+        taking = [row for row, refusal in explained.rows if refusal is None]
+        rows = [row for row in taking if not row.startswith("reference")] or [explained.kernel]
+        if len(rows) == 1:
+            measured[m] = dict.fromkeys(rows, 0.0)
+            continue
+        x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
+        measured[m] = {}
+        for row in rows:
+            with strict(row):
+                measured[m][row] = timed(layers, x, chained=n == k, repeats=repeats).us
+    del layers
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    call = explained.call
+    return {
+        "op": call.op, "scheme": str(call.scheme), "layout": call.layout, "n": n, "k": k,
+        "up_to": segments(measured),
+        "us": {str(m): {row: round(us, 2) for row, us in rows.items() if us} for m, rows in measured.items() if len(rows) > 1},
+    }  # fmt: skip
+
+
+def segments(measured: dict[int, dict[str, float]]) -> list[tuple[int | None, str]]:
+    """(the largest M, row) pairs from the microseconds of each row at each M, rows in the registry's order."""
+    found: list[tuple[int | None, str]] = []
+    for m, rows in sorted(measured.items()):
+        best = next(iter(rows))
+        for row, us in rows.items():
+            if us < _GAIN * rows[best]:
+                best = row
+        if found and found[-1][1] == best:
+            found.pop()
+        found.append((m, best))
+    return [*found[:-1], (None, found[-1][1])] if found else []
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure where one kernel becomes faster than another.")
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="the file; by default that of this GPU in the package")
+    options = parser.parse_args(arguments)
+    shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in options.shapes.split(","))]
+    batches = [int(m) for m in options.batches.split(",")]
+    found = measure(
+        options.schemes.split(","), shapes, batches, options.device, options.repeats, lambda what: print(what, flush=True)
+    )
+    path = options.out or file_of(found["device"])
+    replace_file(path, as_json({**origin(), **found}))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

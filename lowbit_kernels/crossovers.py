@@ -1,0 +1,87 @@
+"""Where one row of the registry becomes faster than another: tables that a script measured, one file for each GPU.
+
+A table is a list of entries, each for one scheme, layout and shape: ``up_to`` holds (M, row) pairs in rising order, and the
+row of the first pair with an M not below the call's is the fastest; an M of None stands for all larger ones. A call takes
+the entry of its own scheme (else of its format, else of as many bits) whose shape is the nearest. A GPU without a table
+takes that of another of its architecture; where there is none, the registry's own order stands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lowbit.scheme import Scheme
+
+__all__ = ["FOLDER", "Crossovers", "Entry", "file_of", "load"]
+
+FOLDER = Path(__file__).parent / "measured"
+
+
+@dataclass(frozen=True)
+class Entry:
+    op: str
+    scheme: str
+    layout: str
+    n: int
+    k: int
+    up_to: tuple[tuple[int | None, str], ...]
+
+    def row(self, m: int) -> str | None:
+        return next((row for most, row in self.up_to if most is None or m <= most), None)
+
+
+@dataclass(frozen=True)
+class Crossovers:
+    """``device``: the GPU's name as torch gives it; ``arch``: 90 for an H200."""
+
+    device: str
+    arch: int
+    entries: tuple[Entry, ...]
+
+    def fastest(self, op: str, scheme: Scheme, layout: str, m: int, n: int, k: int) -> str | None:
+        """The name of the row that is the fastest for such a call; None where nothing like it was measured."""
+        alike = [entry for entry in self.entries if entry.op == op and entry.layout == layout]
+        nearest = min(alike, key=lambda entry: _distance(entry, scheme, n, k), default=None)
+        if nearest is None or Scheme.parse(nearest.scheme).bits != scheme.bits:
+            return None
+        return nearest.row(m)
+
+
+def _distance(entry: Entry, scheme: Scheme, n: int, k: int) -> tuple[int, int, float, str]:
+    """Scheme first, then the number of weights and the ratio of the sides."""
+    theirs = Scheme.parse(entry.scheme)
+    unlike = (theirs != scheme) + (theirs.format != scheme.format) + 4 * (theirs.bits != scheme.bits)
+    group = 0 if theirs.group_size == scheme.group_size else 1
+    n, k = max(n, 1), max(k, 1)
+    size, ratio = math.log2(entry.n * entry.k / (n * k)), math.log2(entry.n * k / (entry.k * n))
+    return unlike, group, abs(size) + abs(ratio) / 2, entry.scheme
+
+
+def file_of(device: str) -> Path:
+    """The file of the GPU that torch calls ``device``."""
+    return FOLDER / (re.sub(r"\W+", "_", device.lower()).strip("_") + ".json")
+
+
+@lru_cache(maxsize=16)
+def load(device: str, arch: int) -> Crossovers | None:
+    """The table of a GPU, or of one of the same architecture; None where there is neither."""
+    own = file_of(device)
+    if own.is_file():
+        return _read(own)
+    tables = (_read(path) for path in sorted(FOLDER.glob("*.json")))
+    return next((table for table in tables if table.arch == arch), None)
+
+
+def _read(path: Path) -> Crossovers:
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    entries = (
+        Entry(e["op"], e["scheme"], e["layout"], e["n"], e["k"], tuple((most, row) for most, row in e["up_to"]))
+        for e in data["entries"]
+    )
+    return Crossovers(data["device"], data["arch"], tuple(entries))
