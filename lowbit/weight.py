@@ -149,7 +149,7 @@ class QuantizedModule(nn.Module):
     # ---- saving: always the canonical bytes, and never another scheme's ----------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_settled": False}
+        state = {**self.__dict__, "_settled": False, "_alone": len(self._sharing()) == 1}
         del state["_shortcuts"]
         if self.byte_layout != "canonical":
             parts = self.weight.canonical()._parts()
@@ -158,10 +158,12 @@ class QuantizedModule(nn.Module):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        alone = state.pop("_alone")
         super().__setstate__(state)
         self._shortcuts = Shortcuts()
         self._read()
-        self._settle()
+        if alone:  # the others that read these codes are not made yet
+            self._settle()
 
     def _identity(self) -> str:
         return f"{self.spelling} K={self._k}"  # rows of another K may take as many bytes

@@ -21,6 +21,7 @@ as many bytes a row as the units need, rounded up.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -95,15 +96,15 @@ def _codes(plane: Tensor, width: int, columns: int) -> Tensor:
 
 
 def _cut(part: Tensor, tiles: int, units: int, columns: int) -> Tensor:
-    """[E, N, C] padded with zeros and cut into [E * tiles * units, 16, columns]."""
+    """[N, C] padded with zeros and cut into [tiles * units, 16, columns]."""
     padded = torch.nn.functional.pad(part, (0, units * columns - part.shape[-1], 0, tiles * ROWS - part.shape[-2]))
     return padded.reshape(-1, ROWS, units, columns).transpose(1, 2).reshape(-1, ROWS, columns)
 
 
-def _join(cut: Tensor, units: int, n: int, columns: int, experts: int) -> Tensor:
+def _join(cut: Tensor, units: int, n: int, columns: int) -> Tensor:
     """The inverse of :func:`_cut`."""
-    rows = cut.reshape(-1, units, ROWS, cut.shape[-1]).transpose(1, 2).reshape(experts, -1, units * cut.shape[-1])
-    return rows[:, :n, :columns]
+    rows = cut.reshape(-1, units, ROWS, cut.shape[-1]).transpose(1, 2).reshape(-1, units * cut.shape[-1])
+    return rows[:n, :columns]
 
 
 def _bytes_by_group(cut: Tensor, groups: int) -> Tensor:
@@ -117,34 +118,68 @@ def _bytes_by_row(flat: Tensor, groups: int) -> Tensor:
     return spread.permute(0, 3, 2, 1, 4).reshape(flat.shape[0], ROWS, -1)
 
 
+def _spans(n: int, k: int, device: torch.device) -> Iterator[slice]:
+    """Some rows at a time, whole tiles of them: a weight takes many times its bytes while it is unpacked."""
+    weights = 1 << 20 if device.type == "cpu" else 1 << 24
+    step = max(1, weights // (ROWS * max(k, 1))) * ROWS
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+
+
+def _matrix_bytes(packed: Tensor, inner: list[Tensor], scheme: Scheme, k: int) -> Tensor:
+    """The units [units, bytes] of canonical rows; ``inner``: their scales and zero points, where units hold them."""
+    unit, n = Unit.of(scheme), packed.shape[0]
+    tiles, units = _units(scheme, n, k)
+    codes = _cut(unpack(packed, scheme.bits, k), tiles, units, unit.columns)
+    pieces, shift = [], 0
+    for width in plane_widths(scheme.bits):
+        pieces.append(_plane((codes >> shift) & ((1 << width) - 1), width))
+        shift += width
+    for part in inner:
+        size = unit.groups * part.element_size()
+        raw = part.contiguous().view(torch.uint8)
+        pieces.append(_bytes_by_group(_cut(raw, tiles, units, size), unit.groups))
+    body = torch.cat(pieces, dim=-1)
+    return torch.nn.functional.pad(body, (0, unit.nbytes - body.shape[-1]))
+
+
 def arrange(
     packed: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Scheme, k: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Canonical parts in this layout: (packed, scale, zero_point)."""
     *lead, n, _ = packed.shape
     experts, unit = math.prod(lead), Unit.of(scheme)
-    tiles, units = _units(scheme, n, k)
     row_bytes, _ = sizes(scheme, n, k)
     inner = [scale, *([] if zero_point is None else [zero_point])] if unit.groups else []
-    count = experts * tiles * units
+    codes = packed.reshape(experts, n, packed.shape[-1])
+    scales = [part.reshape(experts, n, part.shape[-1]) for part in inner]
     out = torch.zeros(experts, n * row_bytes, dtype=torch.uint8, device=packed.device)
-    if count:
-        codes = _cut(unpack(packed, scheme.bits, k).reshape(experts, n, k), tiles, units, unit.columns)
-        pieces, shift = [], 0
-        for width in plane_widths(scheme.bits):
-            pieces.append(_plane((codes >> shift) & ((1 << width) - 1), width))
-            shift += width
-        for part in inner:
-            size = unit.groups * part.element_size()
-            raw = part.contiguous().view(torch.uint8).reshape(experts, n, -1)
-            pieces.append(_bytes_by_group(_cut(raw, tiles, units, size), unit.groups))
-        body = torch.cat(pieces, dim=-1)
-        body = torch.nn.functional.pad(body, (0, unit.nbytes - body.shape[-1])).reshape(experts, -1)
-        out[:, : body.shape[-1]] = body
+    bytes_of_row = -(-k // unit.columns) * unit.nbytes // ROWS
+    for e in range(experts):
+        for rows in _spans(n, k, packed.device) if k else ():
+            body = _matrix_bytes(codes[e, rows], [part[e, rows] for part in scales], scheme, k).flatten()
+            start = rows.start * bytes_of_row
+            out[e, start : start + body.numel()] = body
     packed = out.reshape(*lead, n, row_bytes)
     if not unit.groups:
         return packed, scale, zero_point
     return packed, scale.new_empty(*lead, n, 0), None if zero_point is None else zero_point.new_empty(*lead, n, 0)
+
+
+def _matrix_parts(body: Tensor, scheme: Scheme, n: int, k: int) -> list[Tensor]:
+    """The inverse of :func:`_matrix_bytes`: packed rows, and the bytes of scales and zero points where units hold them."""
+    unit = Unit.of(scheme)
+    units = -(-k // unit.columns)
+    at, low, codes = 0, 0, torch.zeros((), dtype=torch.uint8, device=body.device)
+    for width, size in zip(plane_widths(scheme.bits), unit.plane_bytes, strict=True):
+        codes = codes | (_codes(body[:, at : at + size], width, unit.columns) << low)
+        at, low = at + size, low + width
+    parts = [pack_unchecked(_join(codes, units, n, k), scheme.bits)]
+    for size in (unit.scale_bytes, unit.zero_bytes):
+        if size:
+            raw = _bytes_by_row(body[:, at : at + size], unit.groups)
+            parts.append(_join(raw, units, n, scheme.groups(k) * (size // (ROWS * unit.groups))).contiguous())
+            at += size
+    return parts
 
 
 def restore(
@@ -153,33 +188,23 @@ def restore(
     """The canonical parts of what :func:`arrange` made."""
     *lead, n, row_bytes = packed.shape
     experts, unit = math.prod(lead), Unit.of(scheme)
-    tiles, units = _units(scheme, n, k)
     groups = scheme.groups(k) if k else 0
-    if not experts * tiles * units:
-        zero = zero_point if zero_point is None else zero_point.new_empty(*lead, n, groups)
-        return packed.new_empty(*lead, n, packed_size(scheme.bits, k)), scale.new_empty(*lead, n, groups), zero
-    used = tiles * units * unit.nbytes
-    body = packed.reshape(experts, n * row_bytes)[:, :used].reshape(experts * tiles * units, unit.nbytes)
-    at, codes = 0, None
-    for shift, (width, size) in enumerate(zip(plane_widths(scheme.bits), unit.plane_bytes, strict=True)):
-        low = sum(plane_widths(scheme.bits)[:shift])
-        field = _codes(body[:, at : at + size], width, unit.columns)
-        codes = field if codes is None else codes | (field << low)
-        at += size
-    assert codes is not None
-    rows = _join(codes, units, n, k, experts).reshape(*lead, n, k)
-    canonical = pack_unchecked(rows, scheme.bits)
-    if not unit.groups:
+    canonical = packed.new_empty(experts, n, packed_size(scheme.bits, k))
+    inner = [scale, *([] if zero_point is None else [zero_point])] if unit.groups or not k else []
+    restored = [part.new_empty(experts, n, groups) for part in inner]
+    units = -(-k // unit.columns)
+    body = packed.reshape(experts, n * row_bytes)
+    for e in range(experts):
+        for rows in _spans(n, k, packed.device) if k else ():
+            count = -(-(rows.stop - rows.start) // ROWS) * units
+            start = rows.start // ROWS * units * unit.nbytes
+            held = body[e, start : start + count * unit.nbytes].reshape(count, unit.nbytes)
+            codes, *parts = _matrix_parts(held, scheme, rows.stop - rows.start, k)
+            canonical[e, rows] = codes
+            for part, found in zip(restored, parts, strict=True):
+                part[e, rows] = found.view(part.dtype)
+    canonical = canonical.reshape(*lead, n, canonical.shape[-1])
+    if not inner:
         return canonical, scale, zero_point
-    restored: list[Tensor | None] = []
-    for part, size in ((scale, unit.scale_bytes), (zero_point, unit.zero_bytes)):
-        if part is None:
-            restored.append(None)
-            continue
-        raw = _bytes_by_row(body[:, at : at + size], unit.groups)
-        at += size
-        joined = _join(raw, units, n, groups * part.element_size(), experts).contiguous()
-        restored.append(joined.view(part.dtype).reshape(*lead, n, groups))
-    new_scale, new_zero = restored
-    assert new_scale is not None
-    return canonical, new_scale, new_zero
+    scale, *zero = [part.reshape(*lead, n, groups) for part in restored]
+    return canonical, scale, zero[0] if zero else None
