@@ -19,8 +19,8 @@ __all__ = ["COLD", "FEWEST", "Times", "copies_of", "timed"]
 
 COLD = {"cpu": 256 << 20, "cuda": 640 << 20}  # several times the last-level cache of either
 FEWEST = 24  # calls in a graph, so that starting it costs each of them little
-_SHORT = 0.15  # seconds a walk should take at most
-_PATIENCE = 0.3  # seconds of repeats after which three are enough
+_SHORT = 0.06  # seconds a walk should take at most
+_PATIENCE = 0.2  # seconds of repeats after which three are enough
 _CHAIN = 32  # calls after which a chain takes x anew: products of random matrices grow or fade
 
 Call = Callable[[Tensor], Tensor]
