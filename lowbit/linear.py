@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from lowbit_kernels.ops import own
+from lowbit_kernels.shortcut import signature
 
 from .scheme import Scheme
 from .tensor import QTensor
@@ -41,7 +45,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., in_features] to [..., out_features], in the dtype of ``x``, or of torch.autocast."""
-        if not torch.compiler.is_compiling() and (y := self._without_dispatcher(x)) is not None:
+        if not is_compiling() and (y := self._without_dispatcher(x)) is not None:
             return y
         if x.dim() == 0 or x.shape[-1] != self._k:  # the operator knows K from x alone
             raise ValueError(f"x must end in {self._k} features, got shape {tuple(x.shape)}")
@@ -54,14 +58,30 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
 
     def _without_dispatcher(self, x: Tensor) -> Tensor | None:
         """The product by a kernel that was selected before; None where the operator has to be called."""
-        own: dict[str, Any] = self._parameters
-        activation = self.activation
+        held: dict[str, Any] = self._parameters
         try:
-            parts = (own["packed"], own["scale"], own["zero_point"], own["outer"], own["bias"])
+            packed, scale, zero_point, outer, bias = (
+                held["packed"],
+                held["scale"],
+                held["zero_point"],
+                held["outer"],
+                held["bias"],
+            )
         except KeyError:  # a parametrization took one of them
             return None
-        how = (self.scheme,) if activation is None else (self.scheme, activation, self.input_scale)
-        return self._shortcuts.product(self._operator, self.byte_layout, self._k, x, *parts, *how)
+        if (known := signature(x, scale, bias)) is None:
+            return None
+        run = self._shortcuts.get(known)
+        if run is None:
+            what = (self._operator, self.byte_layout, self._k, self.scheme)
+            run = self._shortcuts.find(known, *what, x, (packed, scale, zero_point, outer), bias)
+            if run is None:
+                return None
+        if self.activation is None:
+            y = run(x, packed, scale, zero_point, outer, bias, self.scheme)
+        else:
+            y = run(x, packed, scale, zero_point, outer, bias, self.scheme, self.activation, self.input_scale)
+        return own(y) if y._is_view() else y
 
     def extra_repr(self) -> str:
         activation = "" if self.activation is None else f", activation={self.activation}"

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+
+from lowbit_kernels.ops import own
+from lowbit_kernels.shortcut import signature
 
 from .tensor import QTensor, _with_rows
 from .tensor_ops import ATEN, _on, _t, _transpose
@@ -31,16 +35,29 @@ def _check_k(x: Tensor, weight: QTensor) -> None:
         raise ValueError(f"x must end in K={weight._stored_shape[-1]}, got shape {tuple(x.shape)}")
 
 
+def _without_dispatcher(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor | None:
+    """The product by a kernel that was selected before; None where the operator has to be called."""
+    if weight.transposed or (known := signature(x, weight.scale, bias)) is None:
+        return None
+    parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
+    run = weight._shortcuts.get(known)
+    if run is None:
+        if weight.dim() != 2:
+            return None
+        what = ("linear", weight.byte_layout, weight._stored_shape[-1], weight.scheme)
+        run = weight._shortcuts.find(known, *what, x, parts, bias)
+        if run is None:
+            return None
+    y = run(x, *parts, bias, weight.scheme)
+    return own(y) if y._is_view() else y
+
+
 @_on(FUNCTIONS, torch.nn.functional.linear)
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, QTensor) or isinstance(input, QTensor):
         return NotImplemented
-    if not torch.compiler.is_compiling() and weight.dim() == 2 and not weight.transposed:
-        parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
-        k = weight._stored_shape[-1]
-        y = weight._shortcuts.product("linear", weight.byte_layout, k, input, *parts, bias, weight.scheme)
-        if y is not None:
-            return y
+    if not is_compiling() and (y := _without_dispatcher(input, weight, bias)) is not None:
+        return y
     if weight.dim() > 2:
         raise ValueError(f"linear takes a weight [N, K], got {tuple(weight.shape)}: index it, or use bmm")
     if weight.transposed:

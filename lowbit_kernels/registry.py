@@ -142,6 +142,8 @@ def _place(kernel: Kernel) -> int:
 # ---- selection -------------------------------------------------------------------------------------------------
 
 _strict: ContextVar[frozenset[str] | None] = ContextVar("lowbit_strict", default=None)
+# Whether strict or trace is open here, so that each call has to be selected and noted.
+watched: ContextVar[bool] = ContextVar("lowbit_watched", default=False)
 
 
 def select(call: Call) -> Kernel:
@@ -211,11 +213,12 @@ def strict(*names: str) -> Iterator[None]:
     known = {kernel.name for kernel in kernels()}
     if unknown := sorted(set(names) - known):
         raise ValueError(f"no kernel named {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    token = _strict.set(frozenset(names))
+    token, seen = _strict.set(frozenset(names)), watched.set(True)
     try:
         yield
     finally:
         _strict.reset(token)
+        watched.reset(seen)
 
 
 # ---- receipts --------------------------------------------------------------------------------------------------
@@ -267,16 +270,12 @@ _traces: ContextVar[tuple[Trace, ...]] = ContextVar("lowbit_traces", default=())
 def trace() -> Iterator[Trace]:
     """Collect a receipt of every quantized operator that runs within the block (in this thread)."""
     record = Trace()
-    token = _traces.set((*_traces.get(), record))
+    token, seen = _traces.set((*_traces.get(), record)), watched.set(True)
     try:
         yield record
     finally:
         _traces.reset(token)
-
-
-def watched() -> bool:
-    """Whether :func:`strict` or :func:`trace` is open here, so that each call has to be selected and noted."""
-    return bool(_traces.get()) or _strict.get() is not None
+        watched.reset(seen)
 
 
 def run(call: Call, *args: Any) -> Any:

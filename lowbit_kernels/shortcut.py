@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,75 +23,60 @@ from torch.autograd import forward_ad
 from lowbit.scheme import Scheme
 
 from . import registry
-from .ops import own, product_call
+from .ops import product_call
 
-__all__ = ["Shortcuts"]
+__all__ = ["Shortcuts", "signature"]
 
 _MOST = 64  # signatures a holder keeps: batches vary, and a walk through all of them should not grow without end
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_watched, _grad = registry.watched.get, torch.is_grad_enabled
 
 
-def _signature(x: Tensor, bias: Tensor | None, scale: Tensor) -> Hashable | None:
+def signature(x: Tensor, scale: Tensor, bias: Tensor | None) -> Hashable | None:
     """What the kernel of an eager product depends on beside the weight; None where the dispatcher has to see the call."""
     if (
         type(x) is not Tensor
+        or _watched()
         or _dispatch_modes()
         or _function_modes()
         or _autocast()
         or _transform() is not None
         or _jit_trace() is not None
         or forward_ad._current_level >= 0
-        or registry.watched()
+        or (_grad() and (x.requires_grad or scale.requires_grad or (bias is not None and bias.requires_grad)))
     ):
         return None
     if bias is None:
-        if torch.is_grad_enabled() and (x.requires_grad or scale.requires_grad):
-            return None
         return x.shape, x.dtype, x.device
-    if type(bias) not in _PLAIN or (torch.is_grad_enabled() and (x.requires_grad or bias.requires_grad or scale.requires_grad)):
-        return None
-    return x.shape, x.dtype, x.device, bias.shape, bias.dtype, bias.device
+    return (x.shape, x.dtype, x.device, bias.shape, bias.dtype, bias.device) if type(bias) in _PLAIN else None
 
 
 class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
     """The kernels of one weight's products, by signature. Its holder clears it whenever the weight changes what it is."""
 
-    def product(
+    def find(
         self,
+        signature: Hashable,
         op: str,
         layout: str,
         k: int,
-        x: Tensor,
-        packed: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        outer: Tensor | None,
-        bias: Tensor | None,
         scheme: Scheme,
-        *how: Any,
-    ) -> Tensor | None:
-        """The product that ``op`` means; None where the operator itself has to be called. ``how``: what kernels take then.
+        x: Tensor,
+        weight: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        bias: Tensor | None,
+    ) -> Callable[..., Tensor] | None:
+        """Check and select as the operator ``op`` does, raising what it raises, and keep the kernel.
 
-        Tensors that do not fit raise what they raise there; the operator knows ``k`` from x alone, so another k is its
-        caller's to refuse.
+        None where the operator has to be called: for parts that are more than tensors, and for an x of another ``k``, which
+        is the caller's to refuse, for the operator knows k from x alone.
         """
-        signature = _signature(x, bias, scale)
-        if signature is None:
+        if x.shape[-1:] != (k,) or any(type(part) not in _PLAIN for part in weight if part is not None):
             return None
-        run = self.get(signature)
-        if run is None:
-            weight = (packed, scale, zero_point, outer)
-            if x.shape[-1:] != (k,) or any(type(part) not in _PLAIN for part in weight if part is not None):
-                return None
-            run = _selected(op, str(scheme), layout, x, *weight, bias)
-            if len(self) >= _MOST:
-                self.clear()
-            self[signature] = run
-        return own(run(x, packed, scale, zero_point, outer, bias, scheme, *how))
-
-
-def _selected(op: str, scheme: str, layout: str, *args: Any) -> Callable[..., Tensor]:
-    call = product_call(op, scheme, layout, *args)
-    kernel = registry.select(call)
-    # Bytes of another layout are restored for each call, as the registry does.
-    return kernel.run if kernel.layout is not None or layout == "canonical" else partial(registry.run, call)
+        call = product_call(op, str(scheme), layout, x, *weight, bias)
+        kernel = registry.select(call)
+        # Bytes of another layout are restored for each call, as the registry does.
+        run = kernel.run if kernel.layout is not None or layout == "canonical" else partial(registry.run, call)
+        if len(self) >= _MOST:
+            self.clear()
+        self[signature] = run
+        return run

@@ -189,7 +189,7 @@ def test_copies_states_and_pickles_are_canonical(scheme: str) -> None:
         assert in_tiles(target)
         assert torch.equal(target(X), module(X))
     broken = {name: part for name, part in state.items() if name != "scale"}
-    with pytest.raises(RuntimeError, match="Missing key.*scale"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*scale"):
         linear(scheme).load_state_dict(broken)
 
 
