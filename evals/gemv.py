@@ -8,7 +8,7 @@ to wait for it. The float weight runs beside the quantized ones, under the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -33,8 +33,6 @@ SHAPES = (
 )  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)
 
-Progress = Callable[[str], None]
-
 
 def measure(
     schemes: Sequence[str],
@@ -46,40 +44,42 @@ def measure(
     layout: str = "default",
     others: Sequence[str] = (),
     seconds: float = 45,
-    progress: Progress | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+    keep: Callable[[dict[str, Any]], None] = lambda figures: None,
 ) -> dict[str, Any]:
     """Time ``QLinear.forward`` for each scheme, shape (N, K) and number of rows of x, beside F.linear in ``dtype``.
 
     ``schemes``: whatever names a recipe. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
     ``seconds``, on the part of the grid that is theirs. Returns plain data: ``rows`` as of :func:`row_of`, ``peers``, the same
-    for them, and ``failures``, each with the error of a figure that could not be taken.
+    for them, and ``failures``, each with the error of a figure that could not be taken. ``keep`` is called with what there is
+    after each shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
     recipes = {name: Recipe.parse(name) for name in schemes}
     limits = Limits(where, repeats)
-    rows: list[dict[str, Any]] = []
-    failures: list[dict[str, Any]] = []
+    one = _Run(batches, where, dtype, repeats, layout, limits, progress)
+    figures: dict[str, Any] = {"device": device_name(where), "dtype": str(dtype), "rows": [], "peers": [], "failures": []}
+    float_us: dict[tuple[int, int, int], float] = {}
     for n, k in shapes:
-        base: dict[int, dict[str, Any]] = {}
+        rows = []
         for name in ("float", *recipes):
-            found = _rows_of(name, recipes.get(name), n, k, batches, where, dtype, repeats, layout, limits, progress)
-            for m, row in found:
-                if "error" in row:
-                    failures.append({"scheme": name, "m": m, "n": n, "k": k, **row})
-                    continue
-                base.setdefault(m, row)  # the float row comes first
-                rows.append({**row, "times_float": base[m]["us"] / row["us"]})
-    float_us = {(r["n"], r["k"], r["m"]): r["us"] for r in rows if r["scheme"] == "float"}
-    order = {name: place for place, name in enumerate(("float", *recipes))}
-    rows.sort(key=lambda r: (shapes.index((r["n"], r["k"])), r["m"], order[r["scheme"]]))
-    result = {"device": device_name(where), "dtype": str(dtype), "rows": rows, "failures": failures}
+            for m, row in one.rows(name, recipes.get(name), n, k):
+                if name == "float" and "us" in row:
+                    float_us[n, k, m] = row["us"]
+                if "us" in row and (n, k, m) in float_us:
+                    rows.append({**row, "times_float": float_us[n, k, m] / row["us"]})
+                else:
+                    reason = row.get("error", "there is no figure of F.linear to compare with")
+                    figures["failures"].append({"scheme": name, "m": m, "n": n, "k": k, "error": reason})
+        figures["rows"] += sorted(rows, key=lambda row: row["m"])
+        keep(figures)
     if others:
         theirs = [shape for shape in shapes if shape in peers.SHAPES] or shapes
         few = [m for m in batches if m in peers.BATCHES] or batches
         found, missing = peers.measure(others, theirs, few, device, repeats, seconds, progress)
-        result["peers"] = [_peer_row(row, limits(row["bytes"]), float_us) for row in found]
-        failures += missing
-    return result
+        figures["peers"] = [_peer_row(row, limits(row["bytes"]), float_us) for row in found]
+        figures["failures"] += missing
+    return figures
 
 
 def _peer_row(row: dict[str, Any], limit: Times, float_us: dict[tuple[int, int, int], float]) -> dict[str, Any]:
@@ -89,43 +89,38 @@ def _peer_row(row: dict[str, Any], limit: Times, float_us: dict[tuple[int, int, 
     return names | measured | {"times_float": float_us[where] / times.us if where in float_us else None}
 
 
-def _rows_of(
-    name: str,
-    recipe: Recipe | None,
-    n: int,
-    k: int,
-    batches: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
-    repeats: int,
-    layout: str,
-    limits: Limits,
-    progress: Progress | None,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(M, its row), or the error in place of the row; the copies of the weight serve every M."""
-    layers: Sequence[nn.Module] = []
-    for m in batches:
-        if progress is not None:
-            progress(f"{name} {n}x{k} M={m}")
-        try:
-            if not layers:
-                layers, size, held = _copies(recipe, n, k, device, dtype, layout)
-            x = torch.randn(m, k, dtype=dtype, device=device)
-            times = timed(layers, x, chained=n == k, repeats=repeats)
-            with trace_kernels() as trace:
-                layers[0](x)
-            receipt = next(iter(trace.counts), None)
-            kernel, contract = ("F.linear", str(dtype)) if receipt is None else (receipt.kernel, receipt.contract)
-            yield (
-                m,
-                {"scheme": name, "kernel": kernel, "contract": contract, "layout": held}
-                | row_of(times, limits(size), m, n, k, size),
-            )
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            yield m, {"error": " ".join(str(error).split())[:300]}
-    if device.type == "cuda":
+class _Run(NamedTuple):
+    """How every figure of a run is taken."""
+
+    batches: Sequence[int]
+    device: torch.device
+    dtype: torch.dtype
+    repeats: int
+    layout: str
+    limits: Limits
+    progress: Callable[[str], None]
+
+    def rows(self, name: str, recipe: Recipe | None, n: int, k: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(M, its row), or the error in place of the row; the copies of the weight serve every M."""
+        layers: Sequence[nn.Module] = []
+        for m in self.batches:
+            self.progress(f"{name} {n}x{k} M={m}")
+            try:
+                if not layers:
+                    layers, size, held = _copies(recipe, n, k, self.device, self.dtype, self.layout)
+                x = torch.randn(m, k, dtype=self.dtype, device=self.device)
+                times = timed(layers, x, chained=n == k, repeats=self.repeats)
+                with trace_kernels() as trace:
+                    layers[0](x)
+                receipt = next(iter(trace.counts), None)
+                ran = ("F.linear", str(self.dtype)) if receipt is None else (receipt.kernel, receipt.contract)
+                how = {"scheme": name, "kernel": ran[0], "contract": ran[1], "layout": held}
+                yield m, how | row_of(times, self.limits(size), m, n, k, size)
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                yield m, {"error": " ".join(str(error).split())[:300]}
         layers = []
-        torch.cuda.empty_cache()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _copies(

@@ -53,6 +53,12 @@ def test_what_cannot_be_measured_is_a_failure_with_its_reason():
     assert "no layout named 'spiral'" in found["failures"][0]["error"]
 
 
+def test_a_run_that_is_ended_early_leaves_the_shapes_that_are_done():
+    kept = []
+    gemv.measure(["int4"], [(64, 256), (256, 64)], (2, 1), repeats=1, keep=lambda found: kept.append(len(found["rows"])))
+    assert kept == [4, 8]
+
+
 def test_a_folder_of_figures(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     arguments = ["bench", "gemv", "--schemes", "int4", "--shapes", "64x256,256x64", "--batches", "1,2", "--repeats", "1"]

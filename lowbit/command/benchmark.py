@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,21 +53,23 @@ def gemv(
         raise typer.BadParameter("the peers' kernels are CUDA kernels: use --device cuda, or leave --peers out")
     names = gemv.SCHEMES if schemes == "all" else _names(schemes)
     others = list(theirs.PEERS) if peers == "all" else _names(peers)
-    total = len(sizes) * len(rows) * (1 + len(names)) + len(others)
+    total, came_from = len(sizes) * len(rows) * (1 + len(names)) + len(others), origin()
+
+    def keep(found: dict[str, Any]) -> list[Path]:
+        return [] if out is None else figures.write(out, name, {**came_from, **found})
+
     with bar() as progress:
         done = iter(range(total))
         measured = gemv.measure(
             names, sizes, rows, device, repeats=repeats, layout=layout, others=others, seconds=peer_seconds,
-            progress=lambda what: progress(what, next(done), total),
+            progress=lambda what: progress(what, next(done), total), keep=keep,
         )  # fmt: skip
-    result = {**origin(), **measured}
+    result = {**came_from, **measured}
     write_report(result, report)
     for failure in result["failures"]:
         note(" ".join(f"{key}={value}" for key, value in failure.items()))
-    if out is not None:
-        written = figures.write(out, name, result)
-        if written[-1].suffix != ".png":
-            note("no drawing, because matplotlib is not installed: pip install 'lowbit[plot]'")
+    if out is not None and keep(measured)[-1].suffix != ".png":
+        note("no drawing, because matplotlib is not installed: pip install 'lowbit[plot]'")
     print_json(result) if json else print_table(gemv.table(result))
 
 
