@@ -13,7 +13,7 @@ from lowbit.scheme import Scheme
 from .build import CUDA
 from .registry import ALL_PLAIN_SCALES, Kernel, register
 
-__all__ = ["available", "digits_linear", "linear"]
+__all__ = ["available", "digits_linear", "halves_linear", "linear"]
 
 
 def available() -> str | None:
@@ -43,6 +43,32 @@ def digits_linear(
     return torch.ops.lowbit_cuda.digits_linear(x, packed, scale, zero_point, bias, scheme.bits, scheme.group_size)
 
 
+# What tells the kernel how to decode a format: (bits of a float's exponent, 0 for integers, -1 for a table; a factor that its
+# numbers lack there, in bfloat16 and in float16).
+_DECODERS = {
+    **{f"{sign}int{bits}": (0, 1.0, 1.0) for sign in ("", "u") for bits in range(2, 9)},
+    "mxint8": (0, 2.0**-6, 2.0**-6),
+    "fp4_e2m1": (2, 1.0, 1.0),
+    "fp6_e2m3": (2, 1.0, 1.0),
+    "fp6_e3m2": (3, 1.0, 1.0),
+    "fp8_e4m3fn": (4, 1.0, 1.0),
+    "fp8_e5m2": (5, 1.0, 1.0),
+    "nf4": (-1, 1.0, 2.0**-10),
+}
+
+
+def halves_linear(
+    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+) -> Tensor:
+    """``x @ W.T + bias`` for at most eight rows of ``x`` and a weight in tiles: 16-bit floats on the tensor cores."""
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    exponent, *factors = _DECODERS[scheme.format]
+    factor = factors[x.dtype == torch.float16]
+    how = (scheme.bits, exponent, scheme.fmt.signed, scheme.group_size, scheme.scale == "e8m0", factor)
+    return torch.ops.lowbit_cuda.halves_linear(x, packed, scale, zero_point, outer, bias, *how)
+
+
 def _tile_groups(size: int) -> str | None:
     return None if size in (-1, 32, 64, 128) else "takes 32, 64, 128 and the row"
 
@@ -66,6 +92,36 @@ register(
         tiles=((2, 16, 256), (4, 16, 512)),
     )
 )
+_FLOATS = frozenset({"fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"})
+for _name, _formats, _scales, _groups in (
+    ("cuda_tiles_halves", frozenset(_DECODERS) - {"mxint8"}, ALL_PLAIN_SCALES, _tile_groups),
+    ("cuda_tiles_halves_mx", _FLOATS | {"int8", "mxint8"}, frozenset({"e8m0"}), lambda g: None if g == 32 else "takes 32"),
+    (
+        "cuda_tiles_halves_nv",
+        frozenset({"fp4_e2m1"}),
+        frozenset({"fp8_e4m3fn", "fp8_e4m3fn+outer"}),
+        lambda g: None if g == 16 else "takes 16",
+    ),
+):
+    register(
+        Kernel(
+            _name,
+            "linear",
+            halves_linear,
+            "exact",
+            devices=frozenset({"cuda"}),
+            layout="tiles",
+            formats=_formats,
+            zero_points=frozenset({"none", "int"}),
+            scales=_scales,
+            groups=_groups,
+            dtypes=frozenset({torch.float16, torch.bfloat16}),
+            m=(1, 8),
+            arch=80,
+            available=available,
+            tiles=((2, 16, 256), (8, 16, 512)),
+        )
+    )
 register(
     Kernel(
         "cuda_gemv",

@@ -6,6 +6,7 @@
 //
 // A family of formats is a class with
 //   bits, parts        width of a code, and how many operands add up to the weights (one, where 16 bits hold a number)
+//   takes_zero         whether its numbers may have a zero point
 //   Constants, Row     what a kernel prepares once, and what it prepares for each of a lane's rows once a group
 //   constants(...)     from whether codes are two's complement, and from a table in shared memory
 //   row(z)             for the zero point z
@@ -143,6 +144,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
 template <class T, int code_bits>
 struct Integers {
   static constexpr int bits = code_bits, parts = 1;
+  static constexpr bool takes_zero = true;
   static constexpr int mantissa = Sixteen<T>::mantissa;
   static constexpr bool is_split = bits > mantissa;
   struct Constants {
@@ -204,6 +206,7 @@ enum class Top { number, nan_where_all_ones, infinity };
 template <class T, int code_bits, int exponent, Top top>
 struct Floats {
   static constexpr int bits = code_bits, parts = 1;
+  static constexpr bool takes_zero = false;
   static constexpr int mantissa = Sixteen<T>::mantissa;
   static constexpr int bias = exponent == 1 ? 1 : (1 << (exponent - 1)) - 1, power = Sixteen<T>::bias - bias;
   static constexpr bool is_in_place = Sixteen<T>::mantissa == 10 && exponent == 5;
@@ -253,6 +256,7 @@ struct Floats {
 template <class T>
 struct Quantiles {
   static constexpr int bits = 4, parts = Sixteen<T>::mantissa == 7 ? 3 : 2;
+  static constexpr bool takes_zero = false;
   static constexpr float factor = parts == 3 ? 1.0f : 0x1p-10f;  // a product of the operands times this is one of the weights
   static constexpr int columns = 16, table_size = 16 * columns;  // lanes read 8 bytes in two turns of 16, each its own column
   struct Constants {

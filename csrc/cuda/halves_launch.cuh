@@ -1,0 +1,83 @@
+// Launches halves_linear: how many blocks, warps, tiles of a batch and stages.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "gpu.h"
+#include "halves.cuh"
+#include "halves_launch.h"
+
+namespace lowbit::cuda {
+
+template <class F, class T, Scales scales, int run>
+cudaError_t launch_halves_kernel(Halves a, HalvesPlan plan, cudaStream_t stream) {
+  const auto kernel = halves_linear<F, T, scales, run>;
+  constexpr int table_bytes = F::parts > 1 ? 256 * sizeof(uint2) : 0;
+  constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns;
+  int index = 0;
+  Gpu device = {};
+  if (const cudaError_t error = this_gpu(index, device); error != cudaSuccess) return error;
+  static std::atomic<bool> may_use_all[64];
+  if (index >= 64 || !may_use_all[index]) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.memory);
+    if (error != cudaSuccess) return error;
+    if (index < 64) may_use_all[index] = true;
+  }
+
+  // Only the code for 9.0 has bulk copies and can wait for its predecessor; newer devices compile that for 8.0.
+  const bool has_ring = device.generation == 90;
+  // A graph can let a kernel start while the one before it ends; elsewhere the weights may have been written just before.
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
+  const bool is_early = has_ring && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
+
+  const int64_t most_of_block = 64;
+  const int64_t blocks = std::min(a.tiles, std::max<int64_t>(device.processors, (a.tiles + most_of_block - 1) / most_of_block));
+  a.fewest_tiles = static_cast<int>(a.tiles / blocks);
+  a.blocks_with_more = static_cast<int>(a.tiles % blocks);
+  const int most_tiles = a.fewest_tiles + (a.blocks_with_more > 0);
+
+  const int warps = plan.warps ? plan.warps : most_warps_of_halves;
+  a.slices = std::max((a.k + columns_of_slice - 1) / columns_of_slice, 1);
+  const int passes = (a.slices + warps - 1) / warps;
+  a.slices_of_pass = (a.slices + passes - 1) / passes;
+  a.turns = std::min(warps / a.slices_of_pass, most_tiles);
+  a.tiles_of_batch = a.turns * std::max(1, std::min((most_tiles + a.turns - 1) / a.turns, 16 / a.m));
+
+  const int tiles_of_turn = (most_tiles + a.turns - 1) / a.turns;
+  const int units_of_warp = tiles_of_turn * passes * std::min(units_of_slice, a.units_of_row);
+  const int fewest = has_ring ? 2 : 0;
+  a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 8, units_of_warp)) : 0;
+  while (a.stages > fewest && HalvesMemory(a, a.stages, table_bytes).all > device.memory) a.stages--;
+  a.early_stages = !is_early ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : a.stages - 1);
+
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(a.slices_of_pass * a.turns * 32);
+  config.dynamicSmemBytes = HalvesMemory(a, a.stages, table_bytes).all;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = is_early;
+  return cudaLaunchKernelEx(&config, kernel, a);
+}
+
+// `run`: columns whose sum is scaled at once.
+template <template <class> class Family, Scales scales, int run>
+cudaError_t launch_halves_of(const Halves& a, bool x_is_half, HalvesPlan plan, cudaStream_t stream) {
+  return x_is_half ? launch_halves_kernel<Family<__half>, __half, scales, run>(a, plan, stream)
+                   : launch_halves_kernel<Family<__nv_bfloat16>, __nv_bfloat16, scales, run>(a, plan, stream);
+}
+
+template <template <class> class Family>
+cudaError_t launch_halves_of(const Halves& a, bool x_is_half, HalvesPlan plan, cudaStream_t stream) {
+  return a.unit.group < 128 ? launch_halves_of<Family, Scales::plain, 32>(a, x_is_half, plan, stream)
+                            : launch_halves_of<Family, Scales::plain, 128>(a, x_is_half, plan, stream);
+}
+
+}  // namespace lowbit::cuda

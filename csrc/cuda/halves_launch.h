@@ -1,0 +1,45 @@
+// What the bindings know of halves.cuh: its arguments, and a function for each family of formats.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "fragments.cuh"
+
+namespace lowbit::cuda {
+
+constexpr int most_rows_of_halves = 8;
+constexpr int most_warps_of_halves = 16;
+
+struct Halves {
+  const uint8_t* units;  // [tiles][units_of_row] of unit.size bytes
+  UnitPlan unit;
+  const void* scale;  // [n] where a row is one group, else in the units
+  ScaleType scale_type;
+  const uint8_t* zero_point;  // [n] where a row is one group and has one, else null
+  const float* outer;         // one number, or null
+  float factor;               // of the format: its numbers are those of fragments.cuh times this
+  const void* x;              // [m, k]
+  const void* bias;           // [n] of x's type, or null
+  void* y;                    // [m, n]
+  int64_t n, tiles;
+  int m, k, units_of_row, slices;
+  int slices_of_pass, turns;           // a block's warps: one for each slice of a pass and each of so many tiles
+  int tiles_of_batch;                  // whose slices are added at a time
+  int stages, early_stages;            // of each warp's ring, one of them in use; copies that start before x is waited for
+  int fewest_tiles, blocks_with_more;  // the first blocks have a tile more than the others
+  int group_shift;                     // a group has 2^that columns
+  bool is_signed, has_zero, x_on_16_bytes;
+};
+
+// 0: the launcher chooses. `early_stages` -1: no copy before the predecessor has ended.
+struct HalvesPlan {
+  int warps, stages, early_stages;
+};
+
+// Each takes a group of 32, 64, 128 columns or the row under plain scales, or what is said beside it.
+cudaError_t launch_halves_of_integers(const Halves& a, int bits, bool x_is_half, HalvesPlan plan, cudaStream_t stream);  // 8: also e8m0, 32
+cudaError_t launch_halves_of_floats(const Halves& a, int bits, int exponent, bool x_is_half, HalvesPlan plan,
+                                    cudaStream_t stream);  // also e8m0, 32; e2m1: also e4m3, 16
+cudaError_t launch_halves_of_quantiles(const Halves& a, bool x_is_half, HalvesPlan plan, cudaStream_t stream);
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,9 @@
+#include "halves_launch.cuh"
+
+namespace lowbit::cuda {
+
+cudaError_t launch_halves_of_quantiles(const Halves& a, bool x_is_half, HalvesPlan plan, cudaStream_t stream) {
+  return launch_halves_of<Quantiles>(a, x_is_half, plan, stream);
+}
+
+}  // namespace lowbit::cuda
