@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gemv.cuh"
+#include "host.h"
 
 namespace {
 
@@ -20,7 +21,7 @@ using namespace lowbit::cuda;
 // Rows may lie apart (a slice of a weight), the elements of a row may not.
 Tensor with_dense_rows(const Tensor& t) {
   const int64_t last = t.dim() - 1;
-  return last < 0 || t.numel() == 0 || t.stride(last) == 1 || t.size(last) == 1 ? t : torch::stable::contiguous(t);
+  return last < 0 || t.numel() == 0 || t.stride(last) == 1 || t.size(last) == 1 ? t : dense(t);
 }
 
 void check_matrix(const Tensor& t, const char* name, const Tensor& x, int64_t rows, int64_t columns) {
@@ -59,8 +60,8 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   STD_TORCH_CHECK(bits == 4 || bits == 8, "bits must be 4 or 8, got ", bits);
   STD_TORCH_CHECK(group_size == -1 || group_size >= 1, "group_size must be -1 or at least 1, got ", group_size);
   STD_TORCH_CHECK(!is_signed || !zero_any, "a zero point goes with unsigned codes: is_signed must be False");
-  const torch::stable::accelerator::DeviceGuard guard(x_any.get_device_index());
-  const Tensor x = torch::stable::contiguous(x_any), packed = with_dense_rows(packed_any), scale = with_dense_rows(scale_any);
+  const OnDevice guard(x_any.get_device_index());
+  const Tensor x = dense(x_any), packed = with_dense_rows(packed_any), scale = with_dense_rows(scale_any);
 
   Gemv a = {};
   a.n = packed.size(0);
@@ -102,10 +103,10 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   if (bias_any) {
     STD_TORCH_CHECK(bias_any->is_cuda() && bias_any->dim() == 1 && bias_any->numel() == a.n && bias_any->scalar_type() == dtype,
                     "bias must have the dtype and device of x and shape [", a.n, "]");
-    bias = torch::stable::contiguous(*bias_any);
+    bias = dense(*bias_any);
     a.bias = bias.const_data_ptr();
   }
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = empty_like(x, shape);
   if (a.m == 0 || a.n == 0) return y;
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();

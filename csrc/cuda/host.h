@@ -1,0 +1,52 @@
+// What a binding asks of torch in each call, in the quickest ways that the stable ABI has: half a dozen questions through
+// torch's dispatcher cost as much host time as the launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace lowbit::cuda {
+
+// The tensor itself, or a copy without gaps.
+inline torch::stable::Tensor dense(const torch::stable::Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
+// A tensor of this shape that nothing has been written to, of the dtype and device of `like`.
+inline torch::stable::Tensor empty_like(const torch::stable::Tensor& like, const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size());
+  int64_t step = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = step;
+    step *= shape[i] > 1 ? shape[i] : 1;
+  }
+  int32_t dtype = 0, device_type = 0, device_index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), dtype,
+                                                         device_type, device_index, &made));
+  return torch::stable::Tensor(made);
+}
+
+// While it lives, `device` is the current one; where it is already, nothing is asked of torch.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t device) {
+    int current = -1;
+    if (cudaGetDevice(&current) != cudaSuccess || current != device) guard_.emplace(device);
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+}  // namespace lowbit::cuda
