@@ -10,7 +10,7 @@ from typing import Any
 
 from .results import replace_file
 
-__all__ = ["as_csv", "as_json", "draw", "write"]
+__all__ = ["as_csv", "as_json", "draw", "write", "write_json"]
 
 _COLUMNS = (
     "scheme", "kernel", "contract", "layout", "m", "n", "k", "bytes", "us", "early", "billion_weights_per_second", "limit_us",
@@ -18,12 +18,15 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def write(folder: Path, name: str, figures: dict[str, Any]) -> list[Path]:
-    """``name.json``, ``name.csv`` and ``name.png`` in ``folder``; the drawing is left out where matplotlib is not installed."""
-    replace_file(folder / f"{name}.json", as_json(figures))
+def write(folder: Path, name: str, figures: dict[str, Any]) -> bool:
+    """``name.json``, ``name.csv`` and ``name.png`` in ``folder``; False where the drawing is missing, for want of matplotlib."""
+    write_json(folder, name, figures)
     replace_file(folder / f"{name}.csv", as_csv(figures))
-    written = [folder / f"{name}.json", folder / f"{name}.csv"]
-    return [*written, folder / f"{name}.png"] if draw(folder / f"{name}.png", figures) else written
+    return draw(folder / f"{name}.png", figures)
+
+
+def write_json(folder: Path, name: str, figures: dict[str, Any]) -> None:
+    replace_file(folder / f"{name}.json", as_json(figures))
 
 
 def as_json(figures: dict[str, Any]) -> str:

@@ -55,8 +55,9 @@ def gemv(
     others = list(theirs.PEERS) if peers == "all" else _names(peers)
     total, came_from = len(sizes) * len(rows) * (1 + len(names)) + len(others), origin()
 
-    def keep(found: dict[str, Any]) -> list[Path]:
-        return [] if out is None else figures.write(out, name, {**came_from, **found})
+    def keep(found: dict[str, Any]) -> None:
+        if out is not None:
+            figures.write_json(out, name, {**came_from, **found})
 
     with bar() as progress:
         done = iter(range(total))
@@ -68,7 +69,7 @@ def gemv(
     write_report(result, report)
     for failure in result["failures"]:
         note(" ".join(f"{key}={value}" for key, value in failure.items()))
-    if out is not None and keep(measured)[-1].suffix != ".png":
+    if out is not None and not figures.write(out, name, result):
         note("no drawing, because matplotlib is not installed: pip install 'lowbit[plot]'")
     print_json(result) if json else print_table(gemv.table(result))
 
