@@ -101,9 +101,14 @@ class _Run(NamedTuple):
     progress: Callable[[str], None]
 
     def rows(self, name: str, recipe: Recipe | None, n: int, k: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(M, its row), or the error in place of the row; the copies of the weight serve every M."""
+        """(M, its row), or the error in place of the row; the copies of the weight serve every M.
+
+        The largest M first: what computes hard lowers a GPU's clock for some tenths of a second, which the M that are bound by
+        something else than memory's speed would show.
+        """
         layers: Sequence[nn.Module] = []
-        for m in self.batches:
+        found: list[tuple[int, dict[str, Any], Times]] = []
+        for m in sorted(self.batches, reverse=True):
             self.progress(f"{name} {n}x{k} M={m}")
             try:
                 if not layers:
@@ -114,13 +119,14 @@ class _Run(NamedTuple):
                     layers[0](x)
                 receipt = next(iter(trace.counts), None)
                 ran = ("F.linear", str(self.dtype)) if receipt is None else (receipt.kernel, receipt.contract)
-                how = {"scheme": name, "kernel": ran[0], "contract": ran[1], "layout": held}
-                yield m, how | row_of(times, self.limits(size), m, n, k, size)
+                found.append((m, {"scheme": name, "kernel": ran[0], "contract": ran[1], "layout": held}, times))
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 yield m, {"error": " ".join(str(error).split())[:300]}
         layers = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        for m, how, times in found:
+            yield m, how | row_of(times, self.limits(size), m, n, k, size)
 
 
 def _copies(
