@@ -9,6 +9,8 @@ import torch
 
 import lowbit
 from lowbit import SCHEMES, QTensor, quantize_
+from lowbit_kernels import reference, registry
+from lowbit_kernels import tiles as lowbit_tiles
 from tests.models import mlp
 
 pytestmark = [
@@ -143,3 +145,80 @@ def test_layers_in_tiles_follow_one_another_in_a_graph(scheme):
         y.zero_()
         graph.replay()
         assert torch.equal(y, eager)
+
+
+# ---- arriving --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def every_m_reads_tiles(monkeypatch):
+    """Rows that read tiles for every M on this device, whichever it has of its own."""
+
+    def linear_from_tiles(x, packed, scale, zero_point, outer, bias, scheme):
+        parts = lowbit_tiles.restore(packed, scale, zero_point, scheme, x.shape[-1])
+        return reference.linear(x, *parts, outer, bias, scheme)
+
+    cuda = frozenset({"cuda"})
+    row = registry.Kernel("any_from_tiles", "linear", linear_from_tiles, "weights rounded once", devices=cuda, layout="tiles")
+    real = registry.kernels()
+    monkeypatch.setattr(registry, "kernels", lambda: (*real, row))
+    registry._select.cache_clear()
+    yield
+    registry._select.cache_clear()
+
+
+@pytest.mark.usefixtures("every_m_reads_tiles")
+@pytest.mark.parametrize("recipe", ["int4", "int8", "int3", "mxfp4", "nvfp4"])
+def test_weights_lie_in_tiles_on_the_device_and_canonical_elsewhere(recipe, tmp_path):
+    model = mlp(torch.bfloat16)
+    quantize_(model, recipe)
+    layers = [layer for layer in model if isinstance(layer, lowbit.QLinear)]
+    plain = copy.deepcopy(model)
+    x = torch.randn(3, 40, dtype=torch.bfloat16, device="cuda")
+    lowbit.save(model, tmp_path)
+    model.cuda()
+    y = model(x)
+    loaded = lowbit.load(tmp_path, mlp(torch.bfloat16), device="cuda")
+    there = mlp(torch.bfloat16).cuda()
+    quantize_(there, recipe)
+    for other in (model, loaded, there, copy.deepcopy(model)):
+        assert {layer.byte_layout for layer in other if isinstance(layer, lowbit.QLinear)} == {"tiles"}
+        assert torch.equal(other(x), y)
+        for name, part in plain.state_dict().items():
+            assert torch.equal(other.state_dict()[name].cpu(), part)
+    model.cpu()
+    assert {layer.byte_layout for layer in layers} == {"canonical"}
+    for layer, kept in zip(model, plain, strict=True):
+        assert not isinstance(layer, lowbit.QLinear) or torch.equal(layer.packed, kept.packed)
+
+
+@pytest.mark.usefixtures("every_m_reads_tiles")
+@pytest.mark.parametrize("way", ["cuda", "cpu"])
+def test_a_move_takes_little_more_than_the_weights(way):
+    model = torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(4)))
+    quantize_(model, "int4")
+    size = model[0].weight.nbytes
+    if way == "cuda":
+        model.cpu()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model.to(way)
+    torch.cuda.synchronize()
+    rest = 4 * size if way == "cuda" else 0
+    assert torch.cuda.max_memory_allocated() - before <= rest + 2 * size + (128 << 20)
+    assert abs(torch.cuda.memory_allocated() - before - (rest or -4 * size)) < 1 << 20
+
+
+@pytest.mark.parametrize("recipe", ["int4", "int8"])
+def test_a_known_call_refuses_what_the_operator_refuses(recipe):
+    model = mlp(torch.bfloat16).cuda()
+    quantize_(model, recipe)
+    layer, x = model[0], torch.randn(1, 40, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        y = layer(x)
+        for wrong, error in ((x.cpu(), ValueError), (x.to("meta"), ValueError), (x[:, :39], ValueError), (x.half(), TypeError)):
+            with pytest.raises(error):
+                layer(wrong)
+        assert torch.equal(layer(x), y)
+        assert torch.equal(layer(x.expand(2, 3, 40))[1, 2], layer(x.expand(6, 40))[0])
