@@ -7,6 +7,7 @@ to wait for it. The float weight runs beside the quantized ones, under the same 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ SHAPES = (
     (1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672),
 )  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)
+_HARD, _REST = 256, 0.2  # rows of x above which a walk is hard work; seconds of rest behind it
 
 
 def measure(
@@ -103,13 +105,17 @@ class _Run(NamedTuple):
     def rows(self, name: str, recipe: Recipe | None, n: int, k: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """(M, its row), or the error in place of the row; the copies of the weight serve every M.
 
-        The largest M first: what computes hard lowers a GPU's clock for some tenths of a second, which the M that are bound by
-        something else than memory's speed would show.
+        The largest M first, and a rest behind them: what computes hard lowers a GPU's clock for some tenths of a second, which
+        every kernel shows that is not bound by the memory alone.
         """
         layers: Sequence[nn.Module] = []
         found: list[tuple[int, dict[str, Any], Times]] = []
+        last = 0
         for m in sorted(self.batches, reverse=True):
             self.progress(f"{name} {n}x{k} M={m}")
+            if self.device.type == "cuda" and last > _HARD >= m:
+                time.sleep(_REST)
+            last = m
             try:
                 if not layers:
                     layers, size, held = _copies(recipe, n, k, self.device, self.dtype, self.layout)
