@@ -222,9 +222,11 @@ def _entry(
         op = "embedding" if layer.kind == "embedding" else "linear" if target.activation is None else "quantized_linear"
         where = weight.device if device is None else device
         if not shared:
-            layout = registry.preferred_layout(call_for(op, target.weight, layout, where, weight.dtype, 1, n, k))
+            layout = registry.preferred_layout(
+                call_for(op, target.weight, layout, where, weight.dtype, 1, n, k, target.activation)
+            )
         for m in BATCHES:
-            call = call_for(op, target.weight, layout, where, weight.dtype, m, n, k)
+            call = call_for(op, target.weight, layout, where, weight.dtype, m, n, k, target.activation)
             rows = registry.explain(call)
             kernels[m] = registry.select(call).name
             refusals[m] = tuple((name, why) for name, why in rows if why is not None)
@@ -275,8 +277,9 @@ def explain(layer: QLinear | QEmbedding | QTensor, m: int = 1, dtype: torch.dtyp
         raise ValueError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
     weight = layer if isinstance(layer, QTensor) else layer.weight
     op = "embedding" if isinstance(layer, QEmbedding) else "linear"
-    if isinstance(layer, QLinear) and layer.activation is not None:
+    activation = layer.activation if isinstance(layer, QLinear) else None
+    if activation is not None:
         op = "quantized_linear"
     n, k = weight.shape[-2:]
-    call = call_for(op, weight.scheme, weight.byte_layout, weight.device, dtype or weight.dtype, m, n, k)
+    call = call_for(op, weight.scheme, weight.byte_layout, weight.device, dtype or weight.dtype, m, n, k, activation)
     return Explanation(call, registry.select(call).name, tuple(registry.explain(call)))

@@ -46,9 +46,19 @@ def _arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def call_for(op: str, scheme: Scheme, layout: str, device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> Call:
+def call_for(
+    op: str,
+    scheme: Scheme,
+    layout: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    activation: Scheme | None = None,
+) -> Call:
     """The :class:`Call` that a kernel is selected by; ``dtype`` is that of x, or of the result where there is no x."""
-    return Call(op, device.type, _arch(device), layout, scheme, dtype, m, n, k)
+    return Call(op, device.type, _arch(device), layout, scheme, dtype, m, n, k, activation)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------
@@ -124,13 +134,15 @@ def _product(
     zero_point: _Like | None,
     outer: _Like | None,
     bias: _Like | None,
+    activation: str | None = None,
 ) -> tuple[Scheme, Call]:
     """The scheme and the :class:`Call` of a product of x [..., K] and a weight [..., N, K] that fit each other."""
     how = Scheme.parse(scheme)
     _check_x(x, bias, packed)
     _check_weight(how, layout, x.shape[-1], packed, scale, zero_point, outer)
     rows = x.shape[1:-1] if op == "grouped_linear" else x.shape[:-1]
-    return how, call_for(op, how, layout, x.device, x.dtype, math.prod(rows), packed.shape[-2], x.shape[-1])
+    rounded = None if activation is None else Scheme.parse(activation)
+    return how, call_for(op, how, layout, x.device, x.dtype, math.prod(rows), packed.shape[-2], x.shape[-1], rounded)
 
 
 def product_call(
@@ -143,9 +155,11 @@ def product_call(
     zero_point: Tensor | None,
     outer: Tensor | None,
     bias: Tensor | None,
+    activation: str | None = None,
 ) -> Call:
     """The :class:`Call` of a product, checked: raises what the operator ``op`` raises for tensors that do not fit."""
-    return _product(op, scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias))[1]
+    rest = _likes(zero_point, outer, bias)
+    return _product(op, scheme, layout, _like(x), _like(packed), _like(scale), *rest, activation)[1]
 
 
 def own(y: Tensor) -> Tensor:
@@ -183,9 +197,9 @@ def _quantized_linear(
     input_scale: Tensor | None,
 ) -> Tensor:
     how, call = _product(
-        "quantized_linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias)
+        "quantized_linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias), activation
     )
-    return own(run(call, x, packed, scale, zero_point, outer, bias, how, Scheme.parse(activation), input_scale))
+    return own(run(call, x, packed, scale, zero_point, outer, bias, how, call.activation, input_scale))
 
 
 def _grouped_linear(

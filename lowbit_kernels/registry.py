@@ -34,7 +34,13 @@ __all__ = [
 ]
 
 # In order of preference: the first row that does not refuse runs. The reference is last and refuses nothing.
-_BACKENDS = ("lowbit_kernels.cuda", "lowbit_kernels.cpu", "lowbit_kernels.triton", "lowbit_kernels.reference")
+_BACKENDS = (
+    "lowbit_kernels.cuda",
+    "lowbit_kernels.cuda_activations",
+    "lowbit_kernels.cpu",
+    "lowbit_kernels.triton",
+    "lowbit_kernels.reference",
+)
 _rows: list[Kernel] = []
 
 
@@ -44,7 +50,8 @@ class NoKernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """What a kernel is chosen by. ``m``, ``n``, ``k``: rows of x, rows and columns of the weight."""
+    """What a kernel is chosen by. ``m``, ``n``, ``k``: rows of x, rows and columns of the weight. ``activation``: what x is
+    rounded to, in a quantized_linear."""
 
     op: str
     device: str
@@ -55,6 +62,7 @@ class Call:
     m: int
     n: int
     k: int
+    activation: Scheme | None = None
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,10 @@ class Kernel:
     0 elsewhere). ``available()`` tells why the kernel cannot run on this machine, or None. ``contract`` names the
     accuracy: ``"exact"`` (fp32 accumulation of the exact quantized weights, rounded once at the end), ``"exact digits"`` (the
     same, with x to 2^-22 of the largest in each slice of up to 512) or ``"weights rounded once"`` (to the dtype of x, before
-    the multiplication). ``on_request``: taken only where :func:`strict` names
-    it (an interpreter, say, is right but slow). ``tiles``: (M, N, K) of the blocks it works in, whose edges tests probe.
+    the multiplication), or ``"fp8 sums"`` (products of e4m3 in the sums of the tensor cores, which keep 14 bits and leave
+    them for fp32 every 128 columns). ``also`` tells what of a call no field names and the kernel refuses.
+    ``on_request``: taken only where :func:`strict` names it (an interpreter, say, is right but slow).
+    ``tiles``: (M, N, K) of the blocks it works in, whose edges tests probe.
     ``layout`` None: reads canonical bytes, and takes a weight in any layout, whose bytes are restored for each call.
     """
 
@@ -84,6 +94,7 @@ class Kernel:
     m: tuple[int, int | None] = (0, None)
     arch: int = 0
     available: Callable[[], str | None] = lambda: None
+    also: Callable[[Call], str | None] = lambda call: None
     on_request: bool = False
     tiles: tuple[tuple[int, int, int], ...] = ()
 
@@ -108,6 +119,8 @@ class Kernel:
             return f"M: takes {low}..{'any' if high is None else high}, got {call.m}"
         if call.arch < self.arch:
             return f"arch: needs at least {self.arch}, got {call.arch}"
+        if (reason := self.also(call)) is not None:
+            return reason
         if (reason := self.available()) is not None:
             return f"unavailable: {reason}"
         return None

@@ -18,6 +18,11 @@ bound is smaller) x is rounded to a multiple of 2**(e - 21), 2**e <= max |x| of 
 max |x|, and y by the sum over slices of that times sum |w| there. Its digits to the base 256 are as large as 3 |x| in sum,
 but a term passes at most K / 32 + 8 roundings to nearest (u = 2**-24), so n = K + 8 at u = 2**-23 covers them.
 
+**"fp8 sums"** allows on top of fp32 sums what the tensor cores of sm_90 lose with e4m3: they add 32 products and the sum so
+far at the exponent of the largest of them and keep 13 bits below its leading one, so that each of 33 terms may lose 2**-13
+of it, and the new sum as much of itself. Every 128 columns that sum is added to one in fp32. The products themselves, of
+codes as they are stored, are exact, and a scale a row of x and of w moves no exponent against another's by more than one.
+
 **"weights rounded once"** allows on top of that what the reference does. Each weight is rounded to the dtype of x:
 |d| <= u_x, or in the subnormal range half of its smallest number. PyTorch adds the bias of some shapes after it has
 rounded the product, which rounds |y - b| once more. And its bf16 product on a CPU with AVX512_BF16 takes every subnormal
@@ -54,6 +59,19 @@ def _slices(a: Tensor) -> Tensor:
     return torch.nn.functional.pad(a, (0, -a.shape[-1] % 512)).unflatten(-1, (-1, 512))
 
 
+def _lost_in_fp8_sums(x: Tensor, w: Tensor) -> Tensor:
+    """What sums of e4m3 products may lose in the tensor cores, [..., M, N], for x [..., M, K] and w [N, K]."""
+    lost = x.new_zeros(*x.shape[:-1], w.shape[-2])
+    for first in range(0, x.shape[-1], 128):
+        total = torch.zeros_like(lost)
+        for at in range(first, min(first + 128, x.shape[-1]), 32):
+            terms = x[..., None, at : at + 32] * w[:, at : at + 32]
+            largest = torch.maximum(terms.abs().amax(-1), total.abs() + lost)
+            total = total + terms.sum(-1)
+            lost = lost + 2.0**-13 * (33 * largest + total.abs())
+    return lost
+
+
 def linear_bound(contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, dtype: torch.dtype) -> Tensor:
     """The largest allowed |error| of each element of ``y`` [..., N], the exact result for ``x`` [..., K] and ``w`` [N, K].
 
@@ -65,6 +83,8 @@ def linear_bound(contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Te
     error = gamma(k + 8) * (magnitude + shift.abs()) + (2 * k + 8) * 2.0**-150
     if contract == "exact digits":
         error = error + 2.0**-22 * (_slices(x.abs()).amax(-1) @ _slices(w.abs()).sum(-1).mT)
+    elif contract == "fp8 sums":
+        error = error + _lost_in_fp8_sums(x, w)
     elif contract == "weights rounded once":
         error = error + _unit(dtype) * magnitude + _least(dtype) * x.abs().sum(-1, keepdim=True)
         if dtype == torch.bfloat16:

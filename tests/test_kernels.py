@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,13 +21,14 @@ from lowbit.packing import pack, unpack
 from lowbit.scales import choose
 from lowbit.scheme import PLAIN_SCALES, Scheme
 from lowbit_kernels.layouts import LAYOUTS, Parts
-from lowbit_kernels.registry import Kernel, kernels, strict
+from lowbit_kernels.registry import Call, Kernel, kernels, strict
 
 MS = (1, 2, 7, 8, 9, 16, 17, 64, 65, 256)
 NS = (1, 8, 33)
 KS = (1, 16, 50, 200, 257)
 GROUPS = (-1, 16, 32, 48, 64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ACTIVATIONS = ("int8:row:fp32", "fp8_e4m3fn:row:fp32", "int8:g32:bf16", "fp8_e4m3fn:g32:e8m0", "uint8:row:zint:fp32")
 FORMS = ("plain", "batched", "strided", "transposed", "outlier", "denormal")
 
 
@@ -90,6 +92,15 @@ def scales(row: Kernel) -> tuple[str, ...]:
     return tuple(name for name in known if row.scales is None or name in row.scales)
 
 
+def activations(row: Kernel) -> tuple[str, ...]:
+    """What x may be rounded to for the row: a kernel on codes takes x in the format of its weights alone."""
+    if row.formats is None:
+        return ACTIVATIONS
+    scheme = Scheme(min(row.formats), scale="fp32")
+    call = Call(row.op, "cuda", 90, row.layout or "canonical", scheme, torch.float16, 1, 16, 16)
+    return tuple(a for a in ACTIVATIONS if row.also(replace(call, activation=Scheme.parse(a))) is None)
+
+
 def scheme_of(weight: tuple[str, str], group: int, scale: str) -> Scheme:
     name, outer = scale.removesuffix("+outer"), scale.endswith("+outer")
     if weight[1] == "float" and name not in PLAIN_SCALES:  # stored as the scale is
@@ -141,8 +152,9 @@ def runs(op: str) -> list[Any]:
     ]
 
 
-def linear_cases(op: str, forms: tuple[str, ...] = FORMS, **more: tuple[Any, ...]) -> list[Any]:
-    """A pairwise cover of what each row of a matrix product takes; ``more``: factors that only this operator has."""
+def linear_cases(op: str, forms: tuple[str, ...] = FORMS, **more: Any) -> list[Any]:
+    """A pairwise cover of what each row of a matrix product takes; ``more``: factors that only this operator has, or what
+    says them of a row."""
     params = []
     for param in runs(op):
         run = param.values[0]
@@ -158,7 +170,7 @@ def linear_cases(op: str, forms: tuple[str, ...] = FORMS, **more: tuple[Any, ...
                 "bias": (True, False),
                 "form": forms,
                 "by": ("row", "operator"),
-                **more,
+                **{name: values(run.row) if callable(values) else values for name, values in more.items()},
             }
         )
         for case in cover:
@@ -271,12 +283,9 @@ def test_grouped_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
     assert_product(run, y, x, weight.values, bias)
 
 
-ACTIVATIONS = ("int8:row:fp32", "fp8_e4m3fn:row:fp32", "int8:g32:bf16", "fp8_e4m3fn:g32:e8m0", "uint8:row:zint:fp32")
-
-
 @pytest.mark.parametrize(
     ("run", "scheme", "case"),
-    linear_cases("quantized_linear", FORMS[:-1], activation=ACTIVATIONS, static=(False, True)),
+    linear_cases("quantized_linear", FORMS[:-1], activation=activations, static=(False, True)),
 )
 def test_quantized_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
     m, n, k, dtype = case["m"], case["n"], case["k"], case["dtype"]

@@ -121,6 +121,7 @@ def test_refusals_name_the_field_and_the_value() -> None:
         m=(1, 8),
         arch=90,
         available=lambda: None,
+        also=lambda call: None if call.activation is None else f"activation: takes none, got {call.activation}",
     )
     good = call(device="cuda")
     assert row.refusal(good) is None
@@ -136,6 +137,7 @@ def test_refusals_name_the_field_and_the_value() -> None:
         ({"m": 0}, "M: takes 1..8, got 0"),
         ({"m": 9}, "M: takes 1..8, got 9"),
         ({"arch": 80}, "arch: needs at least 90, got 80"),
+        ({"activation": INT4}, f"activation: takes none, got {INT4}"),
     ):
         values = {name: getattr(good, name) for name in Call.__dataclass_fields__}
         assert row.refusal(Call(**{**values, **change})) == words

@@ -1,0 +1,26 @@
+// Launches round_activations.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "activations.cuh"
+
+namespace lowbit::cuda {
+
+cudaError_t launch_activations(const Activations& a, Stored stored, cudaStream_t stream) {
+  const int chunks = (a.k + chunk_of_activations - 1) / chunk_of_activations;
+  const int wanted = (chunks + chunks_of_thread * 32 - 1) / (chunks_of_thread * 32) * 32;
+  const auto threads = static_cast<unsigned>(std::clamp(wanted, 32, most_threads_of_row));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(a.m, 1 << 30));
+  const auto start = [&](auto kernel) { kernel<<<blocks, threads, 0, stream>>>(a); };
+  switch (stored) {
+    case Stored::float32: start(a.is_float ? round_activations<float, true> : round_activations<float, false>); break;
+    case Stored::bfloat16:
+      start(a.is_float ? round_activations<__nv_bfloat16, true> : round_activations<__nv_bfloat16, false>);
+      break;
+    default: start(a.is_float ? round_activations<__half, true> : round_activations<__half, false>);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,158 @@
+// Launches eights_linear: the tensor maps, and how a product is cut into tiles for the device.
+#include "eights.cuh"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "eights_launch.h"
+
+namespace lowbit::cuda::eights {
+
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+Encode encoder() {
+  static const Encode found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result = {};
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  }();
+  return found;
+}
+
+// Boxes of `box_rows` rows and 128 columns of a matrix of bytes; reads beyond its edges give zeros.
+bool describe(CUtensorMap& map, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows) {
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride)};
+  const cuuint32_t box[] = {columns_of_stage, static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
+  const Encode encode = encoder();
+  return encode && encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(data), sizes, strides, box, steps,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+struct Plan {
+  int rows, blocks_of_cluster;
+  bool splits_columns;
+};
+
+// What a block of so many rows of x costs, in microseconds of an H200 that is full of them: each stage, and the tile beside
+// its stages. The ratios are what counts.
+struct Cost {
+  int rows;
+  double stage, tile;
+};
+constexpr Cost costs[] = {{16, 0.30, 2.0}, {64, 0.33, 4.0}, {128, 0.40, 3.0}, {256, 0.70, 5.0}};
+
+// The plan that takes least time. Splitting the columns costs a tile more, the more the larger it is, and clusters of four and
+// of eight leave some multiprocessors empty.
+Plan plan_for(int64_t m, int64_t n, int steps, bool sums_leave, int processors) {
+  Plan best = {};
+  double least = 0;
+  const int64_t columns = static_cast<int64_t>(steps) * columns_of_stage;
+  for (const Cost& cost : costs) {
+    if (cost.rows == 256 && sums_leave) continue;
+    if (cost.rows > 16 && cost.rows >= 4 * m) continue;
+    const int64_t tiles_m = (m + cost.rows - 1) / cost.rows, tiles = tiles_m * ((n + rows_of_block - 1) / rows_of_block);
+    for (int parts : {1, 2, 4, 8}) {
+      if (columns > most_columns_of_block * int64_t{parts} || (parts > 1 && (steps < 2 * parts && columns <= most_columns_of_block)))
+        continue;
+      const double blocks = static_cast<double>(tiles) * parts, shared = cost.rows <= 64 && blocks > processors ? 2 : 1;
+      double waves = blocks / (processors * shared * (parts > 2 ? 0.9 : 1.0));
+      if (waves < 4) waves = std::max<double>(1, static_cast<int>(waves + 0.999));
+      const double adding = (parts > 2 ? parts / 2 : parts - 1) * (1.5 + cost.rows / 64.0);
+      const double time = waves * ((steps + parts - 1) / parts * cost.stage * shared + cost.tile + adding);
+      if (best.rows == 0 || time < least) {
+        least = time;
+        best = {cost.rows, parts, parts > 1};
+      }
+    }
+  }
+  if (best.rows >= 128 && !best.splits_columns && n > rows_of_block) best.blocks_of_cluster = 2;
+  return best;
+}
+
+template <class Number, int T>
+cudaError_t launch_with(const CUtensorMap& w, const CUtensorMap& x, Product8 a, int processors, cudaStream_t stream) {
+  const auto kernel = eights_linear<Number, T>;
+  const int cluster = a.blocks_of_cluster;
+  const int64_t groups_n = a.splits_columns ? a.tiles_n : (a.tiles_n + cluster - 1) / cluster, clusters = a.tiles_m * groups_n;
+  // Two blocks share a multiprocessor where there are enough of them; one alone has more stages.
+  constexpr int all_room = 227 << 10;
+  const int room = T <= 64 && clusters * cluster > processors ? 113 << 10 : all_room;
+  a.stages = most_stages;
+  while (Memory<T>::size(a.stages) > room) a.stages--;
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  static std::atomic<bool> may_use_all[64];
+  if (device >= 64 || !may_use_all[device]) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, all_room);
+    if (error != cudaSuccess) return error;
+    if (device < 64) may_use_all[device] = true;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(clusters * cluster));
+  config.blockDim = dim3(threads_of_block<T>);
+  config.dynamicSmemBytes = Memory<T>::size(a.stages);
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  // The kernel before is the one that rounds x, which started after all before it had ended: W may be read while it runs.
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = 1;
+  if (!a.splits_columns) {  // as many clusters as the device holds at once: its processors come in groups of uneven size
+    static std::atomic<int> most[64][2][9];
+    std::atomic<int>& kept = most[device % 64][room == all_room][cluster];
+    int fit = device < 64 ? kept.load() : 0;
+    if (fit == 0) {
+      if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&fit, kernel, &config); error != cudaSuccess) return error;
+      if (device < 64) kept = fit;
+    }
+    config.gridDim.x = static_cast<unsigned>(std::min<int64_t>(clusters, fit) * cluster);
+  }
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, w, x, a);
+}
+
+}  // namespace
+
+cudaError_t launch(Product8 a, const Operand& w, const Operand& x, bool sums_leave, const int (&forced)[3], cudaStream_t stream) {
+  int device = 0, processors = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device); error != cudaSuccess)
+    return error;
+  a.steps = static_cast<int>((w.columns + columns_of_stage - 1) / columns_of_stage);
+  Plan plan = plan_for(a.m, a.n, a.steps, sums_leave, processors);
+  if (forced[0]) plan = {forced[0], forced[1], forced[2] != 0};
+  a.blocks_of_cluster = plan.blocks_of_cluster;
+  a.splits_columns = plan.splits_columns;
+  a.tiles_m = static_cast<int>((a.m + plan.rows - 1) / plan.rows);
+  a.tiles_n = static_cast<int>((a.n + rows_of_block - 1) / rows_of_block);
+  CUtensorMap w_map = {}, x_map = {};
+  const int sharing = plan.splits_columns ? 1 : plan.blocks_of_cluster;
+  if (!describe(w_map, w.data, a.n, w.columns, w.stride, rows_of_block) ||
+      !describe(x_map, x.data, rows_with_room(a.m), x.columns, x.stride, plan.rows / sharing))
+    return cudaErrorInvalidValue;
+  const auto with = [&](auto number) {
+    using Number = decltype(number);
+    switch (plan.rows) {
+      case 16: return launch_with<Number, 16>(w_map, x_map, a, processors, stream);
+      case 64: return launch_with<Number, 64>(w_map, x_map, a, processors, stream);
+      case 128: return launch_with<Number, 128>(w_map, x_map, a, processors, stream);
+      default:
+        if constexpr (std::is_same_v<Number, int32_t>) return launch_with<Number, 256>(w_map, x_map, a, processors, stream);
+        return cudaErrorInvalidValue;
+    }
+  };
+  return sums_leave ? with(float()) : with(int32_t());
+}
+
+}  // namespace lowbit::cuda::eights

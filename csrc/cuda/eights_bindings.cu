@@ -1,0 +1,127 @@
+// lowbit_cuda::eights_linear: checks what it is given, rounds x and multiplies on torch's current stream.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "eights_launch.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using namespace lowbit::cuda;
+
+Stored stored_as(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return Stored::float32;
+    case ScalarType::BFloat16: return Stored::bfloat16;
+    case ScalarType::Half: return Stored::float16;
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, got ",
+                      torch::headeronly::toString(t.scalar_type()));
+  }
+}
+
+bool is_beside(const Tensor& t, const Tensor& x) { return t.is_cuda() && t.get_device_index() == x.get_device_index(); }
+
+int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
+void check(cudaError_t error) {
+  STD_TORCH_CHECK(error == cudaSuccess, "the kernel could not be launched: ", cudaGetErrorString(error));
+}
+
+Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> bias_any,
+                        std::optional<Tensor> input_scale, bool is_float, int64_t rows_of_block, int64_t blocks_of_cluster,
+                        bool splits_columns) {
+  STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1, "x must be [..., K] on a CUDA device");
+  const Stored stored = stored_as(x_any, "x");
+  const torch::stable::accelerator::DeviceGuard guard(x_any.get_device_index());
+  const Tensor x = torch::stable::contiguous(x_any);
+  const int64_t k = x.size(x.dim() - 1);
+  STD_TORCH_CHECK(k >= 1 && k <= 8 * int64_t{eights::most_columns_of_block}, "a weight must have 1 to ",
+                  8 * int64_t{eights::most_columns_of_block}, " columns, got ", k);
+  STD_TORCH_CHECK(is_beside(packed, x) && packed.dim() == 2 && packed.size(1) == k && packed.scalar_type() == ScalarType::Byte,
+                  "packed must be uint8 [N, ", k, "] on the device of x");
+  const int64_t n = packed.size(0);
+  STD_TORCH_CHECK(is_beside(scale, x) && scale.dim() == 2 && scale.size(0) == n && scale.size(1) == 1,
+                  "scale must be on the device of x and [", n, ", 1]");
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = n;
+  int64_t m = 1;
+  for (size_t i = 0; i + 1 < shape.size(); i++) m *= shape[i];
+  STD_TORCH_CHECK(m < (int64_t{1} << 31) - 256 && n < (int64_t{1} << 31) - 256, "x and the weight must have fewer than 2^31 rows");
+
+  eights::Product8 a = {};
+  a.m = m;
+  a.n = n;
+  a.w_scale = scale.const_data_ptr();
+  a.w_scale_stride = scale.stride(0);
+  a.w_scale_stored = stored_as(scale, "scale");
+  a.y_stored = stored;
+  Tensor bias = scale;  // kept until the launch
+  if (bias_any) {
+    STD_TORCH_CHECK(is_beside(*bias_any, x) && bias_any->dim() == 1 && bias_any->numel() == n &&
+                        bias_any->scalar_type() == x.scalar_type(),
+                    "bias must have the dtype and device of x and shape [", n, "]");
+    bias = torch::stable::contiguous(*bias_any);
+    a.bias = bias.const_data_ptr();
+  }
+  if (input_scale)
+    STD_TORCH_CHECK(is_beside(*input_scale, x) && input_scale->numel() == 1 && input_scale->scalar_type() == ScalarType::Float,
+                    "input_scale must be one float32 on the device of x");
+  Tensor y = torch::stable::new_empty(x, shape);
+  if (m == 0 || n == 0) return y;
+  a.y = y.mutable_data_ptr();
+  a.can_store_16_bytes = stored != Stored::float32 && (reinterpret_cast<uintptr_t>(a.y) | n * 2) % 16 == 0;
+
+  // Copies of W's boxes need rows on 16 bytes: a weight that has others is copied.
+  const int64_t pitch = rounded_up(k, 16);
+  const bool is_copied = reinterpret_cast<uintptr_t>(packed.const_data_ptr()) % 16 || packed.stride(0) % 16 ||
+                         (k > 1 && packed.stride(1) != 1) || packed.stride(0) < k;
+  const Tensor dense = is_copied ? torch::stable::contiguous(packed) : packed;
+  const int64_t room_of_x = rounded_up(eights::rows_with_room(m) * pitch, 256), room_of_scale = rounded_up(m, 256) * 4;
+  const Tensor room = torch::stable::new_empty(x, {room_of_x + room_of_scale + (is_copied ? n * pitch : 0)}, ScalarType::Byte);
+  auto* const bytes = static_cast<uint8_t*>(room.mutable_data_ptr());
+
+  void* torch_stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &torch_stream));
+  const auto stream = static_cast<cudaStream_t>(torch_stream);
+  eights::Operand w = {dense.const_data_ptr(), k, dense.stride(0)};
+  if (is_copied) {
+    uint8_t* const copy = bytes + room_of_x + room_of_scale;
+    check(cudaMemcpy2DAsync(copy, pitch, w.data, k, k, n, cudaMemcpyDeviceToDevice, stream));
+    w = {copy, k, pitch};
+  }
+
+  Activations rounding = {};
+  rounding.x = x.const_data_ptr();
+  rounding.codes = bytes;
+  rounding.scale = reinterpret_cast<float*>(bytes + room_of_x);
+  rounding.fixed_scale = input_scale ? static_cast<const float*>(input_scale->const_data_ptr()) : nullptr;
+  rounding.m = m;
+  rounding.k = static_cast<int>(k);
+  rounding.pitch = pitch;
+  rounding.is_float = is_float;
+  rounding.has_whole_chunks = reinterpret_cast<uintptr_t>(rounding.x) % 16 == 0 && k % chunk_of_activations == 0;
+  check(launch_activations(rounding, stored, stream));
+
+  a.x_scale = rounding.scale;
+  const int forced[3] = {static_cast<int>(rows_of_block), static_cast<int>(blocks_of_cluster), splits_columns};
+  check(eights::launch(a, w, {bytes, k, pitch}, is_float, forced, stream));
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
+  m.def(
+      "eights_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? input_scale, bool is_float, "
+      "int rows_of_block=0, int blocks_of_cluster=0, bool splits_columns=False) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("eights_linear", TORCH_BOX(&linear_of_eights)); }

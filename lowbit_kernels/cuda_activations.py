@@ -1,0 +1,68 @@
+"""Rows for products of 8-bit x and 8-bit weights on CUDA: x is rounded a row at a time, then tensor cores multiply the codes.
+
+Both read canonical bytes: rows of 8-bit codes are what the tensor cores of sm_90 take from shared memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.scheme import Scheme
+
+from .cuda import available
+from .registry import ALL_PLAIN_SCALES, Call, Kernel, register
+
+__all__ = ["eights_linear"]
+
+_MOST_COLUMNS = 8 * ((1 << 17) - 128)  # eight blocks share a row, and each sums fewer than 2^17 products of int8
+
+
+def eights_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+    scheme: Scheme,
+    activation: Scheme,
+    input_scale: Tensor | None,
+) -> Tensor:
+    """``x @ W.T + bias`` with ``x`` rounded to the weight's own format, a scale a row or ``input_scale`` for all."""
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    if input_scale is not None:
+        input_scale = input_scale.to(torch.float32)
+    return torch.ops.lowbit_cuda.eights_linear(x, packed, scale, bias, input_scale, scheme.format != "int8")
+
+
+def _refusal(call: Call) -> str | None:
+    if call.arch != 90:
+        return f"arch: takes 90, got {call.arch}"
+    wanted = Scheme(call.scheme.format, scale="fp32")
+    if call.activation != wanted:
+        return f"activation: takes {wanted}, got {call.activation}"
+    return None if 1 <= call.k <= _MOST_COLUMNS else f"K: takes 1..{_MOST_COLUMNS}, got {call.k}"
+
+
+for _format, _contract in (("int8", "exact"), ("fp8_e4m3fn", "fp8 sums")):
+    register(
+        Kernel(
+            f"cuda_{_format}_{_format}",
+            "quantized_linear",
+            eights_linear,
+            _contract,
+            devices=frozenset({"cuda"}),
+            formats=frozenset({_format}),
+            zero_points=frozenset({"none"}),
+            scales=ALL_PLAIN_SCALES,
+            groups=lambda size: None if size == -1 else "takes the row",
+            dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+            m=(1, None),
+            arch=90,
+            available=available,
+            also=_refusal,
+            tiles=((16, 128, 128), (128, 128, 128), (256, 128, 128)),
+        )
+    )
