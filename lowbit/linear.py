@@ -73,7 +73,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
             return None
         run = self._shortcuts.get(known)
         if run is None:
-            what = (self._operator, self.byte_layout, self._k, self.scheme)
+            what = (self._operator, self.byte_layout, self._k, self.scheme, self.activation)
             run = self._shortcuts.find(known, *what, x, (packed, scale, zero_point, outer), bias)
             if run is None:
                 return None

@@ -44,7 +44,7 @@ def _without_dispatcher(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tens
     if run is None:
         if weight.dim() != 2:
             return None
-        what = ("linear", weight.byte_layout, weight._stored_shape[-1], weight.scheme)
+        what = ("linear", weight.byte_layout, weight._stored_shape[-1], weight.scheme, None)
         run = weight._shortcuts.find(known, *what, x, parts, bias)
         if run is None:
             return None

@@ -81,9 +81,8 @@ class QuantizedModule(nn.Module):
     def _preferred(self, device: torch.device, dtype: torch.dtype) -> str:
         if device.type == "meta" or len(self._sharing()) > 1:
             return "canonical"
-        return preferred_layout(
-            call_for(self._operator, self.scheme, "canonical", device, dtype, 1, self.packed.shape[0], self._k)
-        )
+        size, activation = (self.packed.shape[0], self._k), getattr(self, "activation", None)
+        return preferred_layout(call_for(self._operator, self.scheme, "canonical", device, dtype, 1, *size, activation))
 
     def _settle(self) -> None:
         """Take the layout that kernels read here, unless another one was asked for."""

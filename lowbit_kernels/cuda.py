@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit.scheme import Scheme
 
+from .bound import Bound, Product
 from .build import CUDA
 from .registry import ALL_PLAIN_SCALES, Kernel, register
 
@@ -25,22 +26,30 @@ def available() -> str | None:
     return CUDA.missing()
 
 
-def linear(
-    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
-) -> Tensor:
+@Bound
+def linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most eight rows of ``x``: exact integers times x in float32, rounded once at the end."""
-    if bias is not None:
-        bias = bias.to(x.dtype)
-    return torch.ops.lowbit_cuda.linear(x, packed, scale, zero_point, bias, scheme.bits, scheme.fmt.signed, scheme.group_size)
+    multiply, how = torch.ops.lowbit_cuda.linear.default, (scheme.bits, scheme.fmt.signed, scheme.group_size)
+
+    def product(
+        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+    ) -> Tensor:
+        return multiply(x, packed, scale, zero, bias, *how)
+
+    return product
 
 
-def digits_linear(
-    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
-) -> Tensor:
+@Bound
+def digits_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most eight rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
-    if bias is not None:
-        bias = bias.to(x.dtype)
-    return torch.ops.lowbit_cuda.digits_linear(x, packed, scale, zero_point, bias, scheme.bits, scheme.group_size)
+    multiply, how = torch.ops.lowbit_cuda.digits_linear.default, (scheme.bits, scheme.group_size)
+
+    def product(
+        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+    ) -> Tensor:
+        return multiply(x, packed, scale, zero, bias, *how)
+
+    return product
 
 
 # What tells the kernel how to decode a format: (bits of a float's exponent, 0 for integers, -1 for a table; a factor that its
@@ -57,16 +66,19 @@ _DECODERS = {
 }
 
 
-def halves_linear(
-    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
-) -> Tensor:
+@Bound
+def halves_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most eight rows of ``x`` and a weight in tiles: 16-bit floats on the tensor cores."""
-    if bias is not None:
-        bias = bias.to(x.dtype)
+    multiply = torch.ops.lowbit_cuda.halves_linear.default
     exponent, *factors = _DECODERS[scheme.format]
-    factor = factors[x.dtype == torch.float16]
-    how = (scheme.bits, exponent, scheme.fmt.signed, scheme.group_size, scheme.scale == "e8m0", factor)
-    return torch.ops.lowbit_cuda.halves_linear(x, packed, scale, zero_point, outer, bias, *how)
+    how = (scheme.bits, exponent, scheme.fmt.signed, scheme.group_size, scheme.scale == "e8m0")
+
+    def product(
+        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+    ) -> Tensor:
+        return multiply(x, packed, scale, zero, outer, bias, *how, factors[x.dtype == torch.float16])
+
+    return product
 
 
 def _tile_groups(size: int) -> str | None:

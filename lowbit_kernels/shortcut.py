@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from lowbit.scheme import Scheme
 
 from . import registry
+from .bound import bind
 from .ops import product_call
 
 __all__ = ["Shortcuts", "signature"]
@@ -61,6 +62,7 @@ class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
         layout: str,
         k: int,
         scheme: Scheme,
+        activation: Scheme | None,
         x: Tensor,
         weight: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
         bias: Tensor | None,
@@ -72,10 +74,11 @@ class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
         """
         if x.shape[-1:] != (k,) or any(type(part) not in _PLAIN for part in weight if part is not None):
             return None
-        call = product_call(op, str(scheme), layout, x, *weight, bias)
+        call = product_call(op, str(scheme), layout, x, *weight, bias, None if activation is None else str(activation))
         kernel = registry.select(call)
         # Bytes of another layout are restored for each call, as the registry does.
-        run = kernel.run if kernel.layout is not None or layout == "canonical" else partial(registry.run, call)
+        reads = kernel.layout is not None or layout == "canonical"
+        run = bind(kernel.run, scheme) if reads else partial(registry.run, call)
         if len(self) >= _MOST:
             self.clear()
         self[signature] = run

@@ -145,6 +145,33 @@ def test_what_no_row_reads_stays_canonical() -> None:
     assert QLinear(make("int4", 6, 40).to("meta")).byte_layout == "canonical"
 
 
+def test_what_x_is_rounded_to_counts(rows: list[Kernel]) -> None:
+    """The layout, the plan, explain and the shortcut see the same call as the operator."""
+    int8 = Scheme.parse("int8")
+
+    def product(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Any, bias: Any, *how: Any) -> Tensor:
+        return reference.quantized_linear(x, *tiles.restore(packed, scale, zero, how[0], x.shape[-1]), outer, bias, *how)
+
+    def also(call: Call) -> str | None:
+        return None if call.activation == int8 else "activation: takes int8"
+
+    rows.append(Kernel("from_tiles", "quantized_linear", product, "exact", layout="tiles", also=also))
+    module, other = (QLinear(make("int8", 6, 40), None, kind) for kind in (int8, Scheme("fp8_e4m3fn")))
+    assert in_tiles(module)
+    assert not in_tiles(other)
+    y = module(X)
+    for _ in range(2):
+        with lowbit.trace_kernels() as trace:
+            assert torch.equal(module(X), y)
+        assert set(trace.kernels()) == {"from_tiles"}
+    assert next(iter(module._shortcuts.values())) is product
+    assert lowbit.explain(module).kernel == "from_tiles"
+    target = lowbit.Target(Scheme.parse("int8"), int8)
+    assert lowbit.plan(nn.Sequential(nn.Linear(40, 6)), target).layers[0].layout == "tiles"
+    module.activation = Scheme("fp8_e4m3fn")
+    assert not in_tiles(module)
+
+
 @pytest.mark.usefixtures("cpu_reads_tiles")
 def test_the_layout_follows_the_module() -> None:
     module = linear()

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit import QLinear, QTensor, Scheme, strict, trace_kernels
-from lowbit_kernels import shortcut
-from lowbit_kernels.registry import NoKernelError
+from lowbit_kernels import reference, registry, shortcut
+from lowbit_kernels.bound import Bound, Product
+from lowbit_kernels.registry import Kernel, NoKernelError
 
 INT8 = Scheme.parse("int8")
 
@@ -319,3 +320,29 @@ def test_a_tensor_takes_rows_and_transposes_as_before() -> None:
         torch.testing.assert_close(F.linear(x, q[2]), x @ q.dequantize()[2])
         torch.testing.assert_close(F.linear(x_of(2, 6), q.t()), x_of(2, 6) @ q.dequantize())
         torch.testing.assert_close(F.linear(x, q), x @ q.dequantize().t())
+
+
+def test_a_bound_row_asks_the_scheme_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Scheme] = []
+
+    @Bound
+    def linear(scheme: Scheme) -> Product:
+        """A row."""
+        asked.append(scheme)
+        return reference.linear
+
+    assert (linear.__name__, linear.__doc__, linear.__module__) == ("linear", "A row.", __name__)
+    real = registry.kernels()
+    monkeypatch.setattr(registry, "kernels", lambda: (Kernel("bound", "linear", linear, "weights rounded once"), *real))
+    registry._select.cache_clear()
+    try:
+        module, x = QLinear(make("int4", 6, 40)), x_of(2, 40)
+        for _ in range(5):
+            y = module(x)
+        assert asked == [module.scheme]
+        with trace_kernels() as trace:
+            assert torch.equal(operator(module, x), y)
+        assert set(trace.kernels()) == {"bound"}
+        assert len(asked) == 2
+    finally:
+        registry._select.cache_clear()
