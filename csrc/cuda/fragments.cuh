@@ -202,7 +202,8 @@ struct Integers {
 enum class Top { number, nan_where_all_ones, infinity };
 
 // A sign, `exponent` bits and the rest mantissa, with subnormals. The bits behind the sign, moved to where the wider format
-// has its own, are the number times a power of two (a small one, so that subnormals are right), which is multiplied away.
+// has its own, are the number times a power of two (a small one, so that subnormals are right), which is multiplied away. The
+// scale of a group may be multiplied in with it, where all products of numbers and scales of a unit are exact in 16 bits.
 template <class T, int code_bits, int exponent, Top top>
 struct Floats {
   static constexpr int bits = code_bits, parts = 1;
@@ -211,13 +212,26 @@ struct Floats {
   static constexpr int bias = exponent == 1 ? 1 : (1 << (exponent - 1)) - 1, power = Sixteen<T>::bias - bias;
   static constexpr bool is_in_place = Sixteen<T>::mantissa == 10 && exponent == 5;
   struct Constants {};
-  struct Row {};
+  struct Row {
+    uint32_t factor;
+  };
 
   static __device__ __forceinline__ Constants constants(bool, const uint2*) { return {}; }
-  static __device__ __forceinline__ Row row(uint32_t) { return {}; }
+  static __device__ __forceinline__ Row row(uint32_t) { return {two_powers<T>(power)}; }
 
-  static __device__ __forceinline__ void fragment(const Constants&, const Held<bits>& held, int step, int half, const Row&,
-                                                  const Row&, uint32_t (&a)[parts][4]) {
+  // From 2^lowest_e8m0 (of the biased exponent) to 1, scales times numbers are exact.
+  static constexpr int lowest_bit = 1 - bias - (bits - 1 - exponent);
+  static constexpr int lowest_e8m0 = mantissa == 7 ? (lowest_bit < -6 ? -6 - lowest_bit : 0) : 127 - 24 - lowest_bit;
+  static __device__ __forceinline__ Row row_with_e8m0(uint32_t scale) {
+    return {scale * twice(1u << mantissa) + twice(static_cast<uint32_t>(Sixteen<T>::bias - 127 + power) << mantissa)};
+  }
+  // So are those that are normal numbers of e4m3, here with 2^-8 left to multiply, which keeps the factor from overflowing.
+  static __device__ __forceinline__ Row row_with_e4m3(uint32_t scale) {
+    return {scale * twice(1u << (mantissa - 3)) + twice(static_cast<uint32_t>(Sixteen<T>::bias - 7 - 8 + power) << mantissa)};
+  }
+
+  static __device__ __forceinline__ void fragment(const Constants&, const Held<bits>& held, int step, int half, const Row& row,
+                                                  const Row& row8, uint32_t (&a)[parts][4]) {
     constexpr int highest = mantissa - 1 + exponent;  // where the bit behind the sign goes
     constexpr uint32_t magnitude = twice(((1u << (bits - 1)) - 1) << (highest + 2 - bits));
 #pragma unroll
@@ -225,12 +239,12 @@ struct Floats {
       const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, 8 - bits);  // the sign highest in its byte
       const uint32_t signs = i < 2 ? codes << 8 : codes;
       if constexpr (is_in_place) {
-        a[0][i] = signs & twice(0xff00u << (8 - bits) & 0xff00u);
+        a[0][i] = fused<T>(signs & 0xff00ff00u, i % 2 ? row8.factor : row.factor, 0x80008000u);
       } else {
         const uint32_t moved = shifted_left(codes, highest - (i < 2 ? 6 : 14)) & magnitude;
         uint32_t number = and_or(signs, 0x80008000u, moved);
         if constexpr (top != Top::number) number = and_or(beyond(moved), ones, number);
-        a[0][i] = fused<T>(number, two_powers<T>(power), 0x80008000u);
+        a[0][i] = fused<T>(number, i % 2 ? row8.factor : row.factor, 0x80008000u);
       }
     }
   }
@@ -265,8 +279,8 @@ struct Quantiles {
   struct Row {};
 
   // By a whole block, into table_size entries of shared memory.
-  static __device__ __forceinline__ void fill(uint2* table) {
-    for (int i = threadIdx.x; i < table_size; i += blockDim.x) {
+  static __device__ __forceinline__ void fill(uint2* table, int thread = threadIdx.x, int threads = blockDim.x) {
+    for (int i = thread; i < table_size; i += threads) {
       float rest = number_of(i / columns) / factor;
       uint32_t part[3];
 #pragma unroll
@@ -336,11 +350,11 @@ __device__ __forceinline__ float scale_at(const void* scales, ScaleType type, in
 // The scales of rows g and g + 8 of a lane in one group of a unit; `scales`: where those of the unit begin.
 __device__ __forceinline__ float2 two_scales_of(const uint8_t* scales, ScaleType type, int group, int lane) {
   const int place = group * rows_of_tile + lane / 4 * 2;
-  if (type == ScaleType::float32) return *reinterpret_cast<const float2*>(scales + place * 4);
   if (type == ScaleType::bfloat16) {
     const uint32_t two = *reinterpret_cast<const uint32_t*>(scales + place * 2);
     return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
   }
+  if (type == ScaleType::float32) return *reinterpret_cast<const float2*>(scales + place * 4);
   if (type == ScaleType::float16) return __half22float2(*reinterpret_cast<const __half2*>(scales + place * 2));
   const uint32_t two = *reinterpret_cast<const uint16_t*>(scales + place);
   if (type == ScaleType::e8m0) return {e8m0_to_float(two & 0xff), e8m0_to_float(two >> 8)};

@@ -16,33 +16,14 @@
 
 namespace lowbit::cuda {
 
-constexpr int columns_of_slice = 512, steps_of_slice = columns_of_slice / 32;
-
-// Shared memory, in this order and each on 16 bytes.
-struct HalvesMemory {
-  static constexpr int pitch_of_x = 144, bytes_of_x = 8 * pitch_of_x;  // 64 columns of each row, spread over all banks
-  int ring, x, partial, total, table, barriers, all;
-  __host__ __device__ HalvesMemory(const Halves& a, int stages, int table_bytes) {
-    const int warps = a.slices_of_pass * a.turns, outputs = a.m * rows_of_tile * 4;
-    const int most_tiles = a.fewest_tiles + (a.blocks_with_more > 0);
-    ring = 0;
-    x = ring + warps * stages * a.unit.size;
-    partial = x + warps * bytes_of_x;
-    total = partial + 2 * a.tiles_of_batch * a.slices_of_pass * outputs;
-    table = total + (a.slices > a.slices_of_pass ? most_tiles * outputs : 0);
-    barriers = table + table_bytes;
-    all = barriers + warps * stages * 8;
-  }
-};
-
 // A slice of x as operand B, two registers for each half of a step; zeros beyond the last row and column. The loads are all
 // under way at once; then 64 columns at a time pass through shared memory, where ldmatrix gives each lane its own. Rows that
 // do not lie on 16 bytes are read number by number. `after_loads` is called while the loads are under way.
 template <class F>
 __device__ __forceinline__ void load_slice(const Halves& a, int slice, uint8_t* memory, uint32_t (&x)[steps_of_slice * 4],
                                            F after_loads) {
-  constexpr int pitch = HalvesMemory::pitch_of_x;
-  const int lane = threadIdx.x % 32, row = lane / 8, part = lane % 8, column = slice * columns_of_slice + part * 8;
+  constexpr int pitch = pitch_of_x;
+  const int lane = threadIdx.x, row = lane / 8, part = lane % 8, column = slice * columns_of_slice + part * 8;
   const uint16_t* from = static_cast<const uint16_t*>(a.x) + static_cast<int64_t>(row) * a.k + column;
 #pragma unroll
   for (int j = 0; j < steps_of_slice; j++) {
@@ -83,24 +64,49 @@ __device__ __forceinline__ void load_slice(const Halves& a, int slice, uint8_t* 
   }
 }
 
-// Which scales a kernel reads; the plain ones have one of three types, known when it runs.
-enum class Scales { plain, e8m0, e4m3 };
+// Which scales a kernel reads: of a type that is known when it is compiled, or one of the plain ones.
+enum class Scales { bfloat16, plain, e8m0, e4m3 };
 
+// The scales of a lane's two rows in a group; ones where they are not in the unit. Without a branch, where the type is known:
+// the loads of a unit may then run ahead of its products.
 template <Scales scales>
 __device__ __forceinline__ float2 scales_of_group(const uint8_t* unit, const Halves& a, int group, int lane) {
-  const ScaleType type = scales == Scales::e8m0 ? ScaleType::e8m0 : scales == Scales::e4m3 ? ScaleType::e4m3 : a.scale_type;
-  return two_scales_of(unit + a.unit.scale_at, type, group, lane);
+  const uint8_t* of_unit = unit + a.unit.scale_at;
+  if constexpr (scales == Scales::e8m0) return two_scales_of(of_unit, ScaleType::e8m0, group, lane);
+  if constexpr (scales == Scales::e4m3) return two_scales_of(of_unit, ScaleType::e4m3, group, lane);
+  if constexpr (scales == Scales::plain) return a.unit.groups ? two_scales_of(of_unit, a.scale_type, group, lane) : float2{1, 1};
+  uint32_t two = *reinterpret_cast<const uint32_t*>(a.unit.groups ? of_unit + (group * rows_of_tile + lane / 4 * 2) * 2 : unit);
+  if (a.unit.groups == 0) two = 0x3f803f80u;
+  return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
+}
+
+// Whether the products of numbers and scales of a unit are exact in 16 bits: whether all scales are of the usual sizes.
+template <class F, Scales scales, int run>
+__device__ __forceinline__ bool may_fold(const uint8_t* of_unit, int lane) {
+  uint32_t unusual = 0;  // the highest bit of each byte
+#pragma unroll
+  for (int i = 0; i < Unit<F::bits, 0, false>::columns / run / 8; i++) {
+    const uint32_t four = *reinterpret_cast<const uint32_t*>(of_unit + (i * 32 + lane) * 4);
+    if constexpr (scales == Scales::e8m0) {
+      unusual |= four;
+      if constexpr (F::lowest_e8m0 > 0) unusual |= ~(four + (0x80u - F::lowest_e8m0) * 0x01010101u);
+    } else {
+      unusual |= four | (four + 0x01010101u) | ~(four + 0x78787878u);
+    }
+  }
+  return __all_sync(0xffffffffu, (unusual & 0x80808080u) == 0);
 }
 
 // Adds the products of a unit to `sum`: rows g and g + 8 of the tile times rows 2t and 2t + 1 of x. `run`: columns whose sum
-// is scaled at once, a divisor of a group.
-template <class F, class T, Scales scales, int run>
+// is scaled at once, a divisor of a group. `is_folded`: scales multiply the weights instead.
+template <class F, class T, Scales scales, int run, bool is_folded>
 __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const Halves& a, const typename F::Constants& constants,
-                                                 typename F::Row row, typename F::Row row8, const uint32_t* x, float (&sum)[4]) {
+                                                 uint32_t row_zeros, const uint32_t* x, float (&sum)[4]) {
   constexpr int steps = Unit<F::bits, 0, false>::columns / 32;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x;
   Held<F::bits> held;
-  float c[4];
+  typename F::Row row = F::row(row_zeros & 0xff), row8 = F::row(row_zeros >> 8);
+  float c[2][4] = {};  // of the halves of steps: one product waits for the one before it in its sum
   float2 scale = {1, 1};
 #pragma unroll
   for (int step = 0; step < steps; step++) {
@@ -108,61 +114,64 @@ __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const Halv
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int column = step * 32 + half * 16;
-      if (column % run == 0) {
-        c[0] = c[1] = c[2] = c[3] = 0;
-        if (scales != Scales::plain || a.unit.groups) {
-          const int group = scales == Scales::plain ? column >> a.group_shift : column / run;
-          scale = scales_of_group<scales>(unit, a, group, lane);
-          if constexpr (F::takes_zero) {
-            if (a.has_zero) {
-              const uint2 zeros = two_zeros_of(unit + a.unit.zero_at, group, lane);
-              row = F::row(zeros.x);
-              row8 = F::row(zeros.y);
-            }
-          }
+      const int group = scales == Scales::e8m0 || scales == Scales::e4m3 ? column / run : column >> a.group_shift;
+      if constexpr (is_folded) {
+        if (column % run == 0) {
+          const uint8_t* two = unit + a.unit.scale_at + group * rows_of_tile + lane / 4 * 2;
+          row = scales == Scales::e8m0 ? F::row_with_e8m0(two[0]) : F::row_with_e4m3(two[0]);
+          row8 = scales == Scales::e8m0 ? F::row_with_e8m0(two[1]) : F::row_with_e4m3(two[1]);
+        }
+      } else if (column % run == 0) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[0][i] = c[1][i] = 0;
+        scale = scales_of_group<scales>(unit, a, group, lane);
+        if constexpr (F::takes_zero) {
+          const bool has_zeros = a.has_zero && a.unit.groups;
+          uint32_t zeros = *reinterpret_cast<const uint16_t*>(
+              has_zeros ? unit + a.unit.zero_at + group * rows_of_tile + lane / 4 * 2 : unit);
+          if (!has_zeros) zeros = row_zeros;
+          row = F::row(zeros & 0xff);
+          row8 = F::row(zeros >> 8);
         }
       }
       uint32_t operand[F::parts][4];
       F::fragment(constants, held, step, half, row, row8, operand);
 #pragma unroll
-      for (int p = 0; p < F::parts; p++) multiply<T>(c, operand[p], x[4 * step + 2 * half], x[4 * step + 2 * half + 1]);
-      if ((column + 16) % run == 0) {
+      for (int p = 0; p < F::parts; p++) multiply<T>(c[half], operand[p], x[4 * step + 2 * half], x[4 * step + 2 * half + 1]);
+      if (!is_folded && (column + 16) % run == 0) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) sum[i] = fmaf(c[i], i < 2 ? scale.x : scale.y, sum[i]);
+        for (int i = 0; i < 4; i++) sum[i] = fmaf(run > 16 ? c[0][i] + c[1][i] : c[half][i], i < 2 ? scale.x : scale.y, sum[i]);
       }
     }
   }
+  if constexpr (is_folded) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[i] = fmaf(c[0][i] + c[1][i], scales == Scales::e4m3 ? 256.0f : 1.0f, sum[i]);
+  }
 }
-
-// A place among the units that a warp takes: pass by pass, in each its slice of its tiles.
-struct Position {
-  int pass, tile, unit;
-};
 
 template <class F, class T, Scales scales, int run>
 __global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(const __grid_constant__ Halves a) {
-  constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns;
-  constexpr int table_bytes = F::parts > 1 ? 256 * sizeof(uint2) : 0;
+  constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns, outputs = outputs_of_tile;
   extern __shared__ __align__(128) uint8_t memory[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int place = warp % a.slices_of_pass, turn = warp / a.slices_of_pass;
-  const HalvesMemory at(a, a.stages, table_bytes);
-  float *partial = reinterpret_cast<float*>(memory + at.partial), *total = reinterpret_cast<float*>(memory + at.total);
+  const int lane = threadIdx.x, place = threadIdx.y, turn = threadIdx.z, warp = turn * a.slices_of_pass + place;
+  const int thread = warp * 32 + lane, threads = a.slices_of_pass * a.turns * 32;
+  float *partial = reinterpret_cast<float*>(memory + a.at.partial), *total = reinterpret_cast<float*>(memory + a.at.total);
   const int block = blockIdx.x, tiles = a.fewest_tiles + (block < a.blocks_with_more);
   const int64_t first_tile = static_cast<int64_t>(block) * a.fewest_tiles + min(block, a.blocks_with_more);
   const uint8_t* weights = a.units + first_tile * a.units_of_row * a.unit.size;
   const auto units_in = [&](int pass) {  // of the warp's slice
     return min(units_of_slice, a.units_of_row - (pass * a.slices_of_pass + place) * units_of_slice);
   };
-  const auto bytes_of = [&](const Position& p) {
-    const int unit = (p.pass * a.slices_of_pass + place) * units_of_slice + p.unit;
-    return weights + (static_cast<int64_t>(p.tile) * a.units_of_row + unit) * a.unit.size;
+  const auto bytes_of = [&](int pass, int tile) {  // the first unit of the slice
+    const int unit = (pass * a.slices_of_pass + place) * units_of_slice;
+    return weights + (static_cast<int64_t>(tile) * a.units_of_row + unit) * a.unit.size;
   };
 
   let_dependents_start();
 #if LOWBIT_BULK_COPIES
-  uint8_t* ring = memory + at.ring + warp * a.stages * a.unit.size;
-  uint64_t* barriers = reinterpret_cast<uint64_t*>(memory + at.barriers) + warp * a.stages;
+  uint8_t* ring = memory + a.at.ring + warp * a.stages * a.unit.size;
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(memory + a.at.barriers) + warp * a.stages;
   const uint64_t policy = read_once();
   if (lane == 0) {
 #pragma unroll 1
@@ -170,27 +179,30 @@ __global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(co
     show_barriers_to_copies();
   }
   __syncwarp();
-  int stage = 0, parity = 0, slot = 0;
-  Position next = {0, turn, 0};
-  int units_left = turn < tiles ? units_in(0) : 0;  // of the slice that is copied next; none behind the last
+  int stage = 0, parity = 0, slot = 0;  // where in the ring units are read and copied
+  int next_pass = 0, copied = 0;        // of the warp's units in that pass
+  const auto start_copy = [&] {
+    const int count = units_in(next_pass);
+    if (count <= 0) return;
+    const int slice = units_of_slice == 1 || count == 1 ? copied : copied / 2, tile = turn + slice * a.turns;
+    if (tile < tiles) {
+      if (lane == 0)
+        copy(ring + slot * a.unit.size, bytes_of(next_pass, tile) + (copied - slice * count) * a.unit.size, a.unit.size,
+             barriers + slot, policy);
+      if (++slot == a.stages) slot = 0;
+      copied++;
+    }
+    if (tile + a.turns >= tiles && copied == (slice + 1) * count) next_pass++, copied = 0;
+  };
   const auto start_copies = [&](int count) {
 #pragma unroll 1
-    for (; count > 0 && units_left > 0; count--) {
-      if (lane == 0) copy(ring + slot * a.unit.size, bytes_of(next), a.unit.size, barriers + slot, policy);
-      if (++slot == a.stages) slot = 0;
-      next.unit++;
-      if (--units_left > 0) continue;
-      next.unit = 0;
-      next.tile += a.turns;
-      if (next.tile >= tiles) next.tile = turn, next.pass++;
-      units_left = units_in(next.pass);
-    }
+    for (; count > 0; count--) start_copy();
   };
   start_copies(a.early_stages);
 #endif
-  const uint2* table = reinterpret_cast<const uint2*>(memory + at.table);
+  const uint2* table = reinterpret_cast<const uint2*>(memory + a.at.table);
   if constexpr (F::parts > 1) {
-    F::fill(reinterpret_cast<uint2*>(memory + at.table));
+    F::fill(reinterpret_cast<uint2*>(memory + a.at.table), thread, threads);
     __syncthreads();
   }
   const typename F::Constants constants = F::constants(a.is_signed, table);
@@ -203,7 +215,7 @@ __global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(co
     const int units = units_in(pass);
     const bool is_last = (pass + 1) * a.slices_of_pass >= a.slices;
     uint32_t x[steps_of_slice * 4];
-    load_slice(a, pass * a.slices_of_pass + place, memory + at.x + warp * HalvesMemory::bytes_of_x, x, [&] {
+    load_slice(a, pass * a.slices_of_pass + place, memory + a.at.x + warp * bytes_of_x, x, [&] {
 #if LOWBIT_BULK_COPIES
       if (pass) return;
       __syncthreads();  // behind the loads of x of all warps, which would else wait behind these
@@ -213,52 +225,57 @@ __global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(co
 #pragma unroll 1
     for (int batch = 0; batch < batches; batch++, turned ^= 1) {
       const int first = batch * a.tiles_of_batch, count = min(a.tiles_of_batch, tiles - first);
-      float* sums = partial + turned * a.tiles_of_batch * a.slices_of_pass * a.m * rows_of_tile;
+      float* sums = partial + turned * a.tiles_of_batch * a.slices_of_pass * outputs;
 #pragma unroll 1
       for (int tile = first + turn; tile < first + count; tile += a.turns) {
         float sum[4] = {};
-        typename F::Row row = F::row(1u << (F::bits - 1)), row8 = row;
-        if constexpr (F::takes_zero) {
-          if (a.has_zero && a.zero_point) {
-            const int64_t n = (first_tile + tile) * rows_of_tile + lane / 4;
-            row = F::row(n < a.n ? a.zero_point[n] : 0);
-            row8 = F::row(n + 8 < a.n ? a.zero_point[n + 8] : 0);
-          }
+        uint32_t zeros = 0x0101u << (F::bits - 1);
+        if (F::takes_zero && a.has_zero && a.zero_point) {
+          const int64_t n = (first_tile + tile) * rows_of_tile + lane / 4;
+          zeros = (n < a.n ? a.zero_point[n] : 0) | (n + 8 < a.n ? a.zero_point[n + 8] : 0) << 8;
         }
 #pragma unroll
         for (int u = 0; u < units_of_slice; u++) {
           if (u >= units) break;
 #if LOWBIT_BULK_COPIES
           wait(barriers + stage, parity);
-          start_copies(1);  // where the unit before this one was
+          start_copy();  // where the unit before this one was
           const uint8_t* unit = ring + stage * a.unit.size;
 #else
-          const uint8_t* unit = bytes_of({pass, tile, u});
+          const uint8_t* unit = bytes_of(pass, tile) + u * a.unit.size;
 #endif
-          products_of_unit<F, T, scales, run>(unit, a, constants, row, row8, x + u * (steps_of_slice * 4 / units_of_slice), sum);
+          const uint32_t* of_unit = x + u * (steps_of_slice * 4 / units_of_slice);
+          if constexpr ((scales == Scales::e8m0 || scales == Scales::e4m3) && !F::takes_zero) {
+            if (may_fold<F, scales, run>(unit + a.unit.scale_at, lane)) {
+              products_of_unit<F, T, scales, run, true>(unit, a, constants, zeros, of_unit, sum);
+            } else {
+              products_of_unit<F, T, scales, run, false>(unit, a, constants, zeros, of_unit, sum);
+            }
+          } else {
+            products_of_unit<F, T, scales, run, false>(unit, a, constants, zeros, of_unit, sum);
+          }
 #if LOWBIT_BULK_COPIES
           __syncwarp();
           if (++stage == a.stages) stage = 0, parity ^= 1;
 #endif
         }
-        float* to = sums + ((tile - first) * a.slices_of_pass + place) * a.m * rows_of_tile + lane / 4;
+        float* to = sums + ((tile - first) * a.slices_of_pass + place) * outputs + lane % 4 * 2 * rows_of_tile + lane / 4;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int m = lane % 4 * 2 + i % 2;
-          if (m < a.m) to[m * rows_of_tile + i / 2 * 8] = sum[i];
-        }
+        for (int i = 0; i < 4; i++) to[i % 2 * rows_of_tile + i / 2 * 8] = sum[i];
       }
       __syncthreads();
-      const int outputs = a.m * rows_of_tile;
-      for (int i = threadIdx.x; i < count * outputs; i += blockDim.x) {
-        const int tile = i / outputs, output = i % outputs;
+      for (int i = thread; i < count * outputs; i += threads) {
+        const int tile = i / outputs, output = i % outputs, m = output / rows_of_tile;
+        if (m >= a.m) continue;
         float sum = pass ? total[first * outputs + i] : 0;
-        for (int s = 0; s < a.slices_of_pass; s++) sum += sums[(tile * a.slices_of_pass + s) * outputs + output];
+        const float* slices = sums + tile * a.slices_of_pass * outputs + output;
+#pragma unroll 4
+        for (int s = 0; s < a.slices_of_pass; s++) sum += slices[s * outputs];
         if (!is_last) {
           total[first * outputs + i] = sum;
           continue;
         }
-        const int64_t n = (first_tile + first + tile) * rows_of_tile + output % rows_of_tile, to = output / rows_of_tile * a.n + n;
+        const int64_t n = (first_tile + first + tile) * rows_of_tile + output % rows_of_tile, to = m * a.n + n;
         if (n >= a.n) continue;
         if (a.unit.groups == 0) sum *= scale_at(a.scale, a.scale_type, n);
         sum *= factor;

@@ -12,6 +12,19 @@
 
 namespace lowbit::cuda {
 
+inline HalvesMemory memory_of(const Halves& a, int stages, int table_bytes) {
+  const int warps = a.slices_of_pass * a.turns, most_tiles = a.fewest_tiles + (a.blocks_with_more > 0);
+  const bool is_one_pass = a.slices <= a.slices_of_pass, is_one_batch = is_one_pass && most_tiles <= a.tiles_of_batch;
+  HalvesMemory at = {};
+  at.x = at.ring + warps * stages * a.unit.size;
+  at.partial = at.x + warps * bytes_of_x;
+  at.total = at.partial + (is_one_batch ? 1 : 2) * a.tiles_of_batch * a.slices_of_pass * outputs_of_tile * 4;
+  at.table = at.total + (is_one_pass ? 0 : most_tiles * outputs_of_tile * 4);
+  at.barriers = at.table + table_bytes;
+  at.all = at.barriers + warps * stages * 8;
+  return at;
+}
+
 template <class F, class T, Scales scales, int run>
 cudaError_t launch_halves_kernel(Halves a, HalvesPlan plan, cudaStream_t stream) {
   const auto kernel = halves_linear<F, T, scales, run>;
@@ -45,19 +58,20 @@ cudaError_t launch_halves_kernel(Halves a, HalvesPlan plan, cudaStream_t stream)
   const int passes = (a.slices + warps - 1) / warps;
   a.slices_of_pass = (a.slices + passes - 1) / passes;
   a.turns = std::min(warps / a.slices_of_pass, most_tiles);
-  a.tiles_of_batch = a.turns * std::max(1, std::min((most_tiles + a.turns - 1) / a.turns, 16 / a.m));
-
   const int tiles_of_turn = (most_tiles + a.turns - 1) / a.turns;
+  a.tiles_of_batch = a.turns * (tiles_of_turn <= 4 && passes == 1 ? tiles_of_turn : 2);
   const int units_of_warp = tiles_of_turn * passes * std::min(units_of_slice, a.units_of_row);
   const int fewest = has_ring ? 2 : 0;
-  a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 8, units_of_warp)) : 0;
-  while (a.stages > fewest && HalvesMemory(a, a.stages, table_bytes).all > device.memory) a.stages--;
+  a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 3, units_of_warp)) : 0;
+  while (a.stages > fewest && memory_of(a, a.stages, table_bytes).all > device.memory) a.stages--;
   a.early_stages = !is_early ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : a.stages - 1);
+
+  a.at = memory_of(a, a.stages, table_bytes);
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(a.slices_of_pass * a.turns * 32);
-  config.dynamicSmemBytes = HalvesMemory(a, a.stages, table_bytes).all;
+  config.blockDim = dim3(32, a.slices_of_pass, a.turns);
+  config.dynamicSmemBytes = a.at.all;
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -76,8 +90,11 @@ cudaError_t launch_halves_of(const Halves& a, bool x_is_half, HalvesPlan plan, c
 
 template <template <class> class Family>
 cudaError_t launch_halves_of(const Halves& a, bool x_is_half, HalvesPlan plan, cudaStream_t stream) {
-  return a.unit.group < 128 ? launch_halves_of<Family, Scales::plain, 32>(a, x_is_half, plan, stream)
-                            : launch_halves_of<Family, Scales::plain, 128>(a, x_is_half, plan, stream);
+  // Without groups in the unit the type of a scale does not matter there.
+  if (a.scale_type != ScaleType::bfloat16 && a.unit.groups)
+    return launch_halves_of<Family, Scales::plain, 32>(a, x_is_half, plan, stream);
+  return a.unit.group < 128 ? launch_halves_of<Family, Scales::bfloat16, 32>(a, x_is_half, plan, stream)
+                            : launch_halves_of<Family, Scales::bfloat16, 128>(a, x_is_half, plan, stream);
 }
 
 }  // namespace lowbit::cuda

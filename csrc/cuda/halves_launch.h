@@ -10,6 +10,15 @@ namespace lowbit::cuda {
 constexpr int most_rows_of_halves = 8;
 constexpr int most_warps_of_halves = 16;
 
+constexpr int columns_of_slice = 512, steps_of_slice = columns_of_slice / 32;
+constexpr int outputs_of_tile = 8 * rows_of_tile;              // of which the first m rows of x count
+constexpr int pitch_of_x = 144, bytes_of_x = 8 * pitch_of_x;  // 64 columns of each row of x, spread over all banks
+
+// Where things are in a block's shared memory, each on 16 bytes.
+struct HalvesMemory {
+  int ring, x, partial, total, table, barriers, all;
+};
+
 struct Halves {
   const uint8_t* units;  // [tiles][units_of_row] of unit.size bytes
   UnitPlan unit;
@@ -28,6 +37,7 @@ struct Halves {
   int stages, early_stages;            // of each warp's ring, one of them in use; copies that start before x is waited for
   int fewest_tiles, blocks_with_more;  // the first blocks have a tile more than the others
   int group_shift;                     // a group has 2^that columns
+  HalvesMemory at;
   bool is_signed, has_zero, x_on_16_bytes;
 };
 
