@@ -1,6 +1,5 @@
 // lowbit_cuda::eights_linear: checks what it is given, rounds x and multiplies on torch's current stream.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "eights_launch.h"
+#include "host.h"
 
 namespace {
 
@@ -40,8 +40,8 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional
                         bool splits_columns) {
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1, "x must be [..., K] on a CUDA device");
   const Stored stored = stored_as(x_any, "x");
-  const torch::stable::accelerator::DeviceGuard guard(x_any.get_device_index());
-  const Tensor x = torch::stable::contiguous(x_any);
+  const OnDevice guard(x_any.get_device_index());
+  const Tensor x = dense(x_any);
   const int64_t k = x.size(x.dim() - 1);
   STD_TORCH_CHECK(k >= 1 && k <= 8 * int64_t{eights::most_columns_of_block}, "a weight must have 1 to ",
                   8 * int64_t{eights::most_columns_of_block}, " columns, got ", k);
@@ -68,13 +68,13 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional
     STD_TORCH_CHECK(is_beside(*bias_any, x) && bias_any->dim() == 1 && bias_any->numel() == n &&
                         bias_any->scalar_type() == x.scalar_type(),
                     "bias must have the dtype and device of x and shape [", n, "]");
-    bias = torch::stable::contiguous(*bias_any);
+    bias = dense(*bias_any);
     a.bias = bias.const_data_ptr();
   }
   if (input_scale)
     STD_TORCH_CHECK(is_beside(*input_scale, x) && input_scale->numel() == 1 && input_scale->scalar_type() == ScalarType::Float,
                     "input_scale must be one float32 on the device of x");
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = empty_like(x, shape);
   if (m == 0 || n == 0) return y;
   a.y = y.mutable_data_ptr();
   a.can_store_16_bytes = stored != Stored::float32 && (reinterpret_cast<uintptr_t>(a.y) | n * 2) % 16 == 0;
@@ -83,7 +83,7 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional
   const int64_t pitch = rounded_up(k, 16);
   const bool is_copied = reinterpret_cast<uintptr_t>(packed.const_data_ptr()) % 16 || packed.stride(0) % 16 ||
                          (k > 1 && packed.stride(1) != 1) || packed.stride(0) < k;
-  const Tensor dense = is_copied ? torch::stable::contiguous(packed) : packed;
+  const Tensor rows = is_copied ? torch::stable::contiguous(packed) : packed;
   const int64_t room_of_x = rounded_up(eights::rows_with_room(m) * pitch, 256), room_of_scale = rounded_up(m, 256) * 4;
   const Tensor room = torch::stable::new_empty(x, {room_of_x + room_of_scale + (is_copied ? n * pitch : 0)}, ScalarType::Byte);
   auto* const bytes = static_cast<uint8_t*>(room.mutable_data_ptr());
@@ -91,7 +91,7 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional
   void* torch_stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &torch_stream));
   const auto stream = static_cast<cudaStream_t>(torch_stream);
-  eights::Operand w = {dense.const_data_ptr(), k, dense.stride(0)};
+  eights::Operand w = {rows.const_data_ptr(), k, rows.stride(0)};
   if (is_copied) {
     uint8_t* const copy = bytes + room_of_x + room_of_scale;
     check(cudaMemcpy2DAsync(copy, pitch, w.data, k, k, n, cudaMemcpyDeviceToDevice, stream));
