@@ -1,27 +1,23 @@
 """Host time of a call: what Python, the dispatcher and the launch take before the device has anything to do.
 
 Weights are so small that a GPU is done before the next call arrives; the clock is the host's, and the device is waited for
-between rounds alone. ``python -m evals.host_time --device cuda`` prints JSON.
+between rounds alone.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 
 from lowbit import QLinear, quantize_, trace_kernels
 
-from .results import origin, write_result
-
-__all__ = ["measure"]
+__all__ = ["measure", "table"]
 
 _CALLS = 200  # a round: fewer than a GPU's queue holds
 _ROUNDS = 15
@@ -29,16 +25,16 @@ _STACK = 30
 
 
 def measure(
-    schemes: tuple[str, ...] = ("int4", "int8"),
+    schemes: Sequence[str] = ("int4", "int8"),
     size: int = 256,
-    batches: tuple[int, ...] = (1, 16),
+    batches: Sequence[int] = (1, 16),
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
     """Microseconds of host time a layer of ``size`` x ``size``, alone and in a stack of 30; medians over rounds.
 
-    ``F.linear`` is the float layer in the same conditions, ``operator`` the quantized one through torch's dispatcher, as
-    ``torch.compile`` and modes see it.
+    ``rows`` begin with the float layer for each number of rows of x. Beside each quantized layer stand F.linear with its
+    weight as a tensor, and its operator through torch's dispatcher, as modes and the code of ``torch.compile`` call it.
     """
     rows = []
     for m in batches:
@@ -52,14 +48,10 @@ def measure(
             assert isinstance(layer, QLinear)
             with torch.no_grad(), trace_kernels() as trace:
                 layer(x)
-            weight = layer.weight
-            rows.append(
-                {
-                    **_row(scheme, next(iter(trace.kernels())), m, layer, x),
-                    "tensor_us": _time(lambda x=x, w=weight: nn.functional.linear(x, w), x),
-                    "operator_us": _time(_operator(layer, x), x),
-                }
-            )
+            row = _row(scheme, next(iter(trace.kernels())), m, layer, x)
+            if layer.activation is None:
+                row["tensor_us"] = _time(lambda x=x, w=layer.weight: nn.functional.linear(x, w), x)
+            rows.append({**row, "operator_us": _time(_operator(layer, x), x)})
     return {"device": _name(torch.device(device)), "dtype": str(dtype), "size": size, "rows": rows}
 
 
@@ -75,8 +67,10 @@ def _row(scheme: str, kernel: str, m: int, layer: nn.Module, x: Tensor) -> dict[
 
 
 def _operator(layer: QLinear, x: Tensor) -> Callable[[], Tensor]:
-    parts = (layer.packed, layer.scale, layer.zero_point, layer.outer, layer.bias)
-    return lambda: torch.ops.lowbit.linear(x, *parts, layer.spelling, layer.byte_layout)
+    parts = (layer.packed, layer.scale, layer.zero_point, layer.outer, layer.bias, layer.spelling, layer.byte_layout)
+    if layer.activation is None:
+        return lambda: torch.ops.lowbit.linear(x, *parts)
+    return lambda: torch.ops.lowbit.quantized_linear(x, *parts, str(layer.activation), layer.input_scale)
 
 
 @torch.no_grad()
@@ -99,20 +93,12 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemes", default="int4,int8", help="with commas between")
-    parser.add_argument("--batches", default="1,16", help="rows of x, with commas between")
-    parser.add_argument("--size", type=int, default=256, help="rows and columns of each weight")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="write JSON there too")
-    asked = parser.parse_args()
-    batches = tuple(int(m) for m in asked.batches.split(","))
-    figures = measure(tuple(asked.schemes.split(",")), asked.size, batches, asked.device)
-    if asked.out is not None:
-        write_result(asked.out, figures)
-    print(json.dumps({**origin(), **figures}, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+def table(figures: dict[str, Any]) -> Table:
+    """What :func:`measure` returned, for a terminal."""
+    made = Table(title=f"{figures['device']}, {figures['dtype']} x, {figures['size']} x {figures['size']}", title_justify="left")
+    for name in ("scheme", "M", "kernel", "layer us", "in a stack us", "tensor us", "operator us"):
+        made.add_column(name, justify="left" if name in ("scheme", "kernel") else "right", no_wrap=True)
+    for r in figures["rows"]:
+        times = (f"{r[name]:.1f}" if name in r else "" for name in ("us", "stack_us", "tensor_us", "operator_us"))
+        made.add_row(r["scheme"], str(r["m"]), r["kernel"], *times)
+    return made

@@ -266,3 +266,20 @@ def test_a_call_takes_the_entry_that_is_most_like_it():
     assert fastest("int8", 1, 1024, 1024) == "eight"
     assert fastest("int4", 1, 1024, 1024, layout="canonical") is None
     assert fastest("int6", 1, 1024, 1024) is None
+
+
+def test_host_time_stands_beside_a_float_layer(capsys, monkeypatch, tmp_path):
+    from lowbit.evals import host_time
+
+    monkeypatch.setattr(host_time, "_ROUNDS", 1)
+    schemes = ("float", "int4", "int8_dynamic_activation_int8_weight")
+    arguments = ["bench", "host", "--schemes", "int4,int8_dynamic_activation_int8_weight", "--size", "32", "--batches", "1,9"]
+    assert run([*arguments, "--json", "--report", str(tmp_path / "host.json")]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures == json.loads((tmp_path / "host.json").read_text())
+    assert [(r["m"], r["scheme"]) for r in figures["rows"]] == [(m, s) for m in (1, 9) for s in schemes]
+    assert all(r["us"] > 0 and r["stack_us"] > 0 and r["kernel"] for r in figures["rows"])
+    assert run(arguments) == 0
+    assert "operator us" in capsys.readouterr().out
+    assert run(["bench", "host", "--batches", "few"]) != 0
+    assert "as in 1,8" in capsys.readouterr().err

@@ -83,6 +83,34 @@ def _shape(text: str) -> tuple[int, int]:
     return int(n), int(k)
 
 
+@bench.command("host")
+def host(
+    schemes: Annotated[str, typer.Option(help="Schemes or recipes with commas between.")] = "int4,int8",
+    batches: Annotated[str, typer.Option(help="Rows of x, with commas between.")] = "1,16",
+    size: Annotated[
+        int, typer.Option(min=1, help="Rows and columns of each weight: small, so that the device never lags.")
+    ] = 256,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    report: ReportOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Host time of a call: what Python, the dispatcher and the launch take beside the kernel, next to a float layer's."""
+    import torch
+
+    from lowbit.evals import host_time
+    from lowbit.evals.results import origin
+
+    try:
+        rows = [int(m) for m in batches.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"batches are as in 1,8, got {batches}") from None
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device: use --device cpu")
+    result = {**origin(), **host_time.measure(_names(schemes), size, rows, device)}
+    write_report(result, report)
+    print_json(result) if json else print_table(host_time.table(result))
+
+
 @bench.command("memory")
 def memory(
     scheme: Annotated[str, typer.Option(help="The scheme that each layer is quantized to.")] = "int4",
