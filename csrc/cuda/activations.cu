@@ -12,15 +12,22 @@ cudaError_t launch_activations(const Activations& a, Stored stored, cudaStream_t
   const int wanted = (chunks + chunks_of_thread * 32 - 1) / (chunks_of_thread * 32) * 32;
   const auto threads = static_cast<unsigned>(std::clamp(wanted, 32, most_threads_of_row));
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(a.m, 1 << 30));
-  const auto start = [&](auto kernel) { kernel<<<blocks, threads, 0, stream>>>(a); };
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  const auto start = [&](auto kernel) { return cudaLaunchKernelEx(&config, kernel, a); };
   switch (stored) {
-    case Stored::float32: start(a.is_float ? round_activations<float, true> : round_activations<float, false>); break;
+    case Stored::float32: return start(a.is_float ? round_activations<float, true> : round_activations<float, false>);
     case Stored::bfloat16:
-      start(a.is_float ? round_activations<__nv_bfloat16, true> : round_activations<__nv_bfloat16, false>);
-      break;
-    default: start(a.is_float ? round_activations<__half, true> : round_activations<__half, false>);
+      return start(a.is_float ? round_activations<__nv_bfloat16, true> : round_activations<__nv_bfloat16, false>);
+    default: return start(a.is_float ? round_activations<__half, true> : round_activations<__half, false>);
   }
-  return cudaGetLastError();
 }
 
 }  // namespace lowbit::cuda

@@ -129,6 +129,8 @@ __device__ __forceinline__ uint2 codes_of(const Chunk<T>& chunk, const Divisor& 
 template <class T, bool is_float>
 __global__ void __launch_bounds__(most_threads_of_row) round_activations(const Activations a) {
   __shared__ uint32_t most_of_warp[32];
+  // In this order, so that the product behind may read its weights before this one has ended: all before has.
+  wait_for_predecessors();
   let_dependents_start();
   const int chunks = (a.k + chunk_of_activations - 1) / chunk_of_activations, step = blockDim.x * chunks_of_thread;
   for (int64_t m = blockIdx.x; m < a.m; m += gridDim.x) {

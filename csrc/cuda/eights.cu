@@ -47,7 +47,7 @@ struct Cost {
   int rows;
   double stage, tile;
 };
-constexpr Cost costs[] = {{16, 0.30, 2.0}, {64, 0.33, 4.0}, {128, 0.40, 3.0}, {256, 0.70, 5.0}};
+constexpr Cost costs[] = {{16, 0.45, 2.0}, {64, 0.33, 4.0}, {128, 0.40, 3.0}, {256, 0.70, 5.0}};
 
 // The plan that takes least time. Splitting the columns costs a tile more, the more the larger it is, and clusters of four and
 // of eight leave some multiprocessors empty.
@@ -55,6 +55,7 @@ Plan plan_for(int64_t m, int64_t n, int steps, bool sums_leave, int processors) 
   Plan best = {};
   double least = 0;
   const int64_t columns = static_cast<int64_t>(steps) * columns_of_stage;
+  const double read = static_cast<double>(n) * columns / 4e6;  // W alone
   for (const Cost& cost : costs) {
     if (cost.rows == 256 && sums_leave) continue;
     if (cost.rows > 16 && cost.rows >= 4 * m) continue;
@@ -65,8 +66,9 @@ Plan plan_for(int64_t m, int64_t n, int steps, bool sums_leave, int processors) 
       const double blocks = static_cast<double>(tiles) * parts, shared = cost.rows <= 64 && blocks > processors ? 2 : 1;
       double waves = blocks / (processors * shared * (parts > 2 ? 0.9 : 1.0));
       if (waves < 4) waves = std::max<double>(1, static_cast<int>(waves + 0.999));
-      const double adding = (parts > 2 ? parts / 2 : parts - 1) * (1.5 + cost.rows / 64.0);
-      const double time = waves * ((steps + parts - 1) / parts * cost.stage * shared + cost.tile + adding);
+      const double adding = (parts > 2 ? parts / 2 : parts - 1) * (1.5 + cost.rows / 16.0);
+      const double stages = std::max(waves * ((steps + parts - 1) / parts) * cost.stage * shared, read);
+      const double time = stages + waves * (cost.tile + adding);
       if (best.rows == 0 || time < least) {
         least = time;
         best = {cost.rows, parts, parts > 1};
@@ -103,7 +105,7 @@ cudaError_t launch_with(const CUtensorMap& w, const CUtensorMap& x, Product8 a, 
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  // The kernel before is the one that rounds x, which started after all before it had ended: W may be read while it runs.
+  // The kernel before is the one that rounds x, which lets this one start when all before it have ended: W may be read.
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attributes;

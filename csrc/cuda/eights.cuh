@@ -27,10 +27,6 @@ constexpr int threads_of_block = threads_that_multiply + (T == 256 ? 128 : 32);
 constexpr int bytes_of_w = rows_of_block * columns_of_stage;
 constexpr int most_columns_of_block = (1 << 17) - columns_of_stage;
 constexpr int most_stages = 12;
-#ifndef SIC
-#define SIC 1
-#endif
-constexpr int stages_in_cores = SIC;
 
 struct Product8 {
   const float* x_scale;  // [m], and room to the next multiple of 256
@@ -285,19 +281,11 @@ __device__ __forceinline__ void multiply_tiles(const Product8& a, Ring<T> ring, 
     if constexpr (leaves_cores) {
 #pragma unroll
       for (int e = 0; e < T / 2; e++) sums[e] = 0;
-      float part[T / 2];
-      uint32_t before = 0;
-      for (int step = first, inside = 0; step < last; step++, ring.advance()) {
-        multiply_stage(part, inside == 0);
-        if (inside > 0) {
-          wait_for_products<1>();
-          release(before);
-        }
-        before = ring.free();
-        if (++inside < stages_in_cores && step + 1 < last) continue;
+      for (int step = first; step < last; step++, ring.advance()) {
+        float part[T / 2];
+        multiply_stage(part, true);
         wait_for_products<0>();
-        release(before);
-        inside = 0;
+        release(ring.free());
 #pragma unroll
         for (int e = 0; e < T / 2; e++) sums[e] += part[e];
       }
@@ -349,6 +337,7 @@ template <class Number, int T>
 __global__ void __launch_bounds__(threads_of_block<T>, T <= 64 ? 2 : 1)
     eights_linear(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, const Product8 a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  let_dependents_start();
   extern __shared__ uint8_t unaligned[];
   Ring<T> ring;
   ring.memory = (shared_address(unaligned) + 1023) / 1024 * 1024;
