@@ -139,9 +139,11 @@ class QuantizedModule(nn.Module):
             keep = moved.dtype != tensor.dtype and any(tensor is part for part in stored)
             return tensor.to(moved.device) if keep else moved
 
+        readers = list(_readers.pop(self.packed, ()))  # torch swaps no parameter that has weak references
         super()._apply(apply, recurse)
         self._shortcuts.clear()
-        self._read()
+        for module in {self, *readers}:
+            module._read()
         self._settle()
         return self
 

@@ -193,6 +193,23 @@ def test_the_layout_follows_the_module() -> None:
 
 
 @pytest.mark.usefixtures("cpu_reads_tiles")
+@pytest.mark.parametrize("way", ["swap", "overwrite", "set data"])
+def test_each_way_that_torch_converts_parameters(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", way == "swap")
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", way == "overwrite")
+    model = nn.ModuleList([linear(), QLinear(make("int4", 6, 40, seed=1)), QLinear(make("int4", 6, 40, seed=1))])
+    model[2].weight = model[1].weight
+    plain = [module.weight.canonical() for module in model]
+    for kind in (torch.float64, torch.float16, torch.bfloat16, torch.float32):
+        model.to(kind)
+        for module, weight in zip(model, plain, strict=True):
+            in_tiles(module)
+            assert torch.equal(module.weight.to(weight.dtype), weight)
+        assert in_tiles(model[0]) == (kind in (torch.float16, torch.float32))
+        assert tied(model[1], model[2]) or way == "overwrite"
+
+
+@pytest.mark.usefixtures("cpu_reads_tiles")
 @pytest.mark.parametrize("scheme", ["int4", "int8", "nvfp4"])
 def test_copies_states_and_pickles_are_canonical(scheme: str) -> None:
     module = linear(scheme)
