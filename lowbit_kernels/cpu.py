@@ -13,6 +13,7 @@ from torch import Tensor
 from lowbit.formats import FORMATS, Format
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
+from .bound import Bound, Product
 from .build import CPU
 from .registry import Kernel, register
 
@@ -37,14 +38,24 @@ def _values(name: str) -> Tensor:
     return known[1]
 
 
-def linear(
-    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
-) -> Tensor:
+@Bound
+def linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most eight rows of ``x``: exact integers times x in float32, rounded once at the end."""
-    scales = None if scheme.scale in PLAIN_SCALES else _values(scheme.scale)
-    return torch.ops.lowbit_cpu.linear(
-        x, packed, scale, zero_point, outer, bias, _values(scheme.format), scales, scheme.group_size
-    )
+    multiply = torch.ops.lowbit_cpu.linear.default
+    scales = None if scheme.scale in PLAIN_SCALES else _of_a_byte(_values(scheme.scale))
+    how = (_values(scheme.format), scales, scheme.group_size)
+
+    def product(
+        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+    ) -> Tensor:
+        return multiply(x, packed, scale, zero, outer, bias, *how)
+
+    return product
+
+
+def _of_a_byte(values: Tensor) -> Tensor:
+    """A number for each byte: scales take one each, however few bits their codes have."""
+    return torch.nn.functional.pad(values, (0, 256 - values.numel())) if values.numel() < 256 else values
 
 
 register(

@@ -11,6 +11,7 @@ import torch
 from accuracy import linear_bound
 from torch import Tensor
 
+from lowbit import QTensor, strict
 from lowbit.formats import FORMATS, Float
 from lowbit.scheme import PLAIN_SCALES, Scheme
 from lowbit_kernels import cpu, reference
@@ -91,6 +92,15 @@ def test_a_format_added_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
     parts[0][:, -1] |= 0xF0  # the padding behind an odd K
     x = torch.randn(2, 33)
     torch.testing.assert_close(linear(x, parts, scheme).double(), x.double() @ w.mT, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["fp4_e2m1", "int2", "fp6_e3m2"])
+def test_scales_of_few_bits(scale: str) -> None:
+    q = QTensor.quantize(torch.randn(6, 33, generator=torch.Generator().manual_seed(0)), Scheme("int4", 8, scale=scale))
+    x = torch.randn(2, 33)
+    with strict("cpu_gemv"):
+        y = torch.nn.functional.linear(x, q)
+    torch.testing.assert_close(y.double(), x.double() @ q.dequantize(torch.float64).mT, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

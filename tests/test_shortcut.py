@@ -78,7 +78,7 @@ class Called(TorchFunctionMode):
 
 
 @given(
-    scheme=schemes().filter(lambda scheme: scheme.scale_bits >= 8),
+    scheme=schemes(),
     n=st.integers(1, 20),
     k=st.integers(1, 70),
     lead=st.lists(st.integers(0, 4), max_size=3),
