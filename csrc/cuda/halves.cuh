@@ -43,8 +43,9 @@ __device__ __forceinline__ void load_slice(const Halves& a, int slice, uint8_t* 
     if (a.x_on_16_bytes) {
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        *reinterpret_cast<uint4*>(memory + (row + i * 4) * pitch + part * 16) = {x[4 * (j + i)], x[4 * (j + i) + 1],
-                                                                                x[4 * (j + i) + 2], x[4 * (j + i) + 3]};
+        if (j == 0 || row + i * 4 < a.m)  // the zeros of other rows stay
+          *reinterpret_cast<uint4*>(memory + (row + i * 4) * pitch + part * 16) = {x[4 * (j + i)], x[4 * (j + i) + 1],
+                                                                                  x[4 * (j + i) + 2], x[4 * (j + i) + 3]};
     } else {
 #pragma unroll 1
       for (int i = lane; i < 8 * 64; i += 32) {

@@ -62,7 +62,7 @@ cudaError_t launch_halves_kernel(Halves a, HalvesPlan plan, cudaStream_t stream)
   a.tiles_of_batch = a.turns * (tiles_of_turn <= 4 && passes == 1 ? tiles_of_turn : 2);
   const int units_of_warp = tiles_of_turn * passes * std::min(units_of_slice, a.units_of_row);
   const int fewest = has_ring ? 2 : 0;
-  a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 3, units_of_warp)) : 0;
+  a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 2, units_of_warp)) : 0;
   while (a.stages > fewest && memory_of(a, a.stages, table_bytes).all > device.memory) a.stages--;
   a.early_stages = !is_early ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : a.stages - 1);
 
