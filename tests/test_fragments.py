@@ -1,0 +1,123 @@
+"""Every code of every format through the tensor cores, and scales that 16 bits cannot hold: what random weights seldom have."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from accuracy import linear_bound
+
+from lowbit.formats import FORMATS
+from lowbit.grid import Scales, to_values
+from lowbit.packing import pack
+from lowbit.scheme import Scheme
+from lowbit_kernels import registry
+from lowbit_kernels.layouts import LAYOUTS, Parts
+
+ROWS = {row.name: row for row in registry.kernels() if row.name.startswith("cuda_tiles_halves")}
+DTYPES = (torch.bfloat16, torch.float16)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
+]
+
+
+def product(x, codes, scheme, scale, zero=None, outer=None):
+    """(what the kernel makes of x on the device, the weights in float64 on the CPU)."""
+    row = next(row for row in ROWS.values() if row.scales and scheme.scale + ("+outer" if scheme.outer else "") in row.scales)
+    if (reason := row.available()) is not None:
+        pytest.skip(f"{row.name} is unavailable: {reason}")
+    parts = LAYOUTS["tiles"].arrange(Parts(pack(codes, scheme.bits), scale, zero), scheme, codes.shape[1])
+    there = [None if part is None else part.cuda() for part in (*parts, outer)]
+    y = torch.cat([row.run(some.cuda(), *there, None, scheme).cpu() for some in x.split(8)])
+    return y.double(), to_values(codes, scheme, Scales(scale, zero, outer), torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(ROWS["cuda_tiles_halves"].formats or ()))
+def test_every_code_in_every_column_of_a_unit(name, dtype):
+    values = FORMATS[name].values
+    finite = torch.tensor([code for code, value in enumerate(values) if math.isfinite(value)], dtype=torch.uint8)
+    n, k = 32, 512
+    codes = finite[(7 * torch.arange(n)[:, None] + torch.arange(k)) % len(finite)]
+    unsigned = name.startswith("uint")
+    scheme = Scheme(name, -1, "int" if unsigned else "none", "fp32")
+    for zero in (0, 1, len(values) - 1) if unsigned else (None,):
+        zeros = None if zero is None else torch.full((n, 1), zero, dtype=torch.uint8)
+        y, weights = product(torch.eye(k, dtype=dtype), codes, scheme, torch.ones(n, 1), zeros)
+        assert torch.equal(y.T, weights.to(dtype).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["fp8_e4m3fn", "fp8_e5m2"])
+@pytest.mark.parametrize("scale", ["fp32", "e8m0"])
+def test_codes_that_are_no_finite_number(name, dtype, scale):
+    codes = torch.zeros(256, 64, dtype=torch.uint8)
+    codes[:, 5] = torch.arange(256)
+    x = torch.zeros(2, 64, dtype=dtype)
+    x[0, 5], x[1, 5] = 1, -1
+    scheme = Scheme(name, 32, "none", scale)
+    stored = torch.ones(256, 2) if scale == "fp32" else torch.full((256, 2), 127, dtype=torch.uint8)
+    y, weights = product(x, codes, scheme, stored)
+    expected = weights[:, 5].to(dtype).double()
+    assert torch.equal(y.nan_to_num(nan=-1e9), torch.stack((expected, -expected)).nan_to_num(nan=-1e9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(ROWS["cuda_tiles_halves_mx"].formats or ()))
+@pytest.mark.parametrize("exponents", [(100, 127), (0, 12), (100, 140), (0, 160)])
+def test_scales_that_16_bits_cannot_take_in(name, dtype, exponents):
+    torch.manual_seed(0)
+    scheme = Scheme(name, 32, "none", "e8m0")
+    finite = torch.tensor([c for c, value in enumerate(FORMATS[name].values) if math.isfinite(value)], dtype=torch.uint8)
+    codes, scale = finite[torch.randint(len(finite), (40, 1056))], torch.randint(*exponents, (40, 33), dtype=torch.uint8)
+    x = torch.randn(3, 1056).to(dtype)
+    y, weights = product(x, codes, scheme, scale)
+    exact = x.double() @ weights.T
+    bound = linear_bound("exact", x.double(), weights, None, exact, dtype)
+    largest = torch.finfo(dtype).max
+    fits = exact.abs() < 0.99 * largest
+    assert bool(((y - exact).abs() <= bound)[fits].all())
+    assert bool((y[~fits].abs() >= 0.98 * largest).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outer", [True, False])
+def test_scales_of_nvfp4_that_are_subnormal_or_negative(dtype, outer):
+    torch.manual_seed(0)
+    scheme = Scheme("fp4_e2m1", 16, "none", "fp8_e4m3fn", outer)
+    codes = torch.randint(16, (40, 1040), dtype=torch.uint8)
+    scale = torch.randint(256, (40, 65), dtype=torch.uint8)
+    scale[scale % 128 == 127] = 0
+    scale[:8] = scale[:8] % 8
+    x = (torch.randn(3, 1040) / 64).to(dtype)
+    factor = torch.tensor(0.01) if outer else None
+    y, weights = product(x, codes, scheme, scale, None, factor)
+    exact = x.double() @ weights.T
+    assert bool(((y - exact).abs() <= linear_bound("exact", x.double(), weights, None, exact, dtype)).all())
+
+
+def test_a_group_whose_scale_is_nan_is_nan():
+    for name, nan in (("fp8_e4m3fn:g32:e8m0", 255), ("mxint8:g32:e8m0", 255), ("fp4_e2m1:g16:fp8_e4m3fn", 127)):
+        scheme = Scheme.parse(name)
+        scale = torch.full((33, scheme.groups(64)), 56, dtype=torch.uint8)
+        scale[3, 1] = nan
+        y, _ = product(torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(33, 64, dtype=torch.uint8), scheme, scale)
+        assert torch.equal(y[0].isnan(), torch.arange(33) == 3)
+
+
+@pytest.mark.parametrize("name", ["nf4:g64:bf16", "fp6_e3m2:g32:e8m0", "fp4_e2m1:g16:fp8_e4m3fn"])
+def test_the_same_bits_in_every_run(name):
+    torch.manual_seed(0)
+    scheme = Scheme.parse(name)
+    codes = torch.randint(1 << scheme.bits, (2100, 9000), dtype=torch.uint8)
+    groups = (2100, scheme.groups(9000))
+    scale = (
+        torch.rand(groups).to(torch.bfloat16) if scheme.scale == "bf16" else torch.randint(100, 120, groups, dtype=torch.uint8)
+    )
+    x = torch.randn(8, 9000).to(torch.bfloat16)
+    first, _ = product(x, codes, scheme, scale)
+    for _ in range(5):
+        assert torch.equal(product(x, codes, scheme, scale)[0], first)
