@@ -1,0 +1,179 @@
+// lowbit_cuda::tiles_linear: checks what it is given and launches gemm.cuh on torch's current stream.
+#include <cuda_runtime_api.h>
+#include <cudaTypedefs.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <atomic>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gemm_launch.h"
+
+namespace lowbit::cuda {
+
+// The driver's function is found at run time, so that the library loads where there is no driver.
+cudaError_t describe_x(CUtensorMap* map, bool x_is_half, const void* x, int64_t rows, int64_t k, int rows_of_box) {
+  static std::atomic<void*> known = nullptr;
+  void* found = known;
+  if (found == nullptr) {
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    if (error != cudaSuccess) return error;
+    if (result != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
+    known = found;
+  }
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows)}, pitches[] = {static_cast<cuuint64_t>(k) * 2};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows_of_box)}, steps[] = {1, 1};
+  const CUresult result = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found)(
+      map, x_is_half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(x), sizes, pitches, box,
+      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t is_capturing(cudaStream_t stream, bool* answer) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+  *answer = capture == cudaStreamCaptureStatusActive;
+  return error;
+}
+
+}  // namespace lowbit::cuda
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using namespace lowbit::cuda;
+
+struct Known {
+  const char* name;
+  Family family;
+  int bits;
+  bool is_signed;
+  float factor;
+};
+constexpr Known known_formats[] = {
+    {"int2", Family::int2, 2, true, 1},         {"uint2", Family::int2, 2, false, 1},      {"int3", Family::int3, 3, true, 1},
+    {"uint3", Family::int3, 3, false, 1},       {"int4", Family::int4, 4, true, 1},        {"uint4", Family::int4, 4, false, 1},
+    {"int5", Family::int5, 5, true, 1},         {"uint5", Family::int5, 5, false, 1},      {"int6", Family::int6, 6, true, 1},
+    {"uint6", Family::int6, 6, false, 1},       {"int7", Family::int7, 7, true, 1},        {"uint7", Family::int7, 7, false, 1},
+    {"int8", Family::int8, 8, true, 1},         {"uint8", Family::int8, 8, false, 1},      {"mxint8", Family::int8, 8, true, 0x1p-6f},
+    {"fp4_e2m1", Family::e2m1, 4, false, 1},    {"fp6_e2m3", Family::e2m3, 6, false, 1},   {"fp6_e3m2", Family::e3m2, 6, false, 1},
+    {"fp8_e4m3fn", Family::e4m3, 8, false, 1},  {"fp8_e5m2", Family::e5m2, 8, false, 1},   {"nf4", Family::nf4, 4, false, 1},
+};
+
+bool is_on_16_bytes(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+void check(const Tensor& t, const char* name, const Tensor& x, int64_t rows, int64_t columns) {
+  const bool right = t.dim() == 2 && t.size(0) == rows && t.size(1) == columns;
+  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == x.get_device_index() && right, name, " must be on the device of x and [",
+                  rows, ", ", columns, "]");
+}
+
+ScaleType scale_type_of(const Tensor& scale, const std::string& name) {
+  const ScalarType dtype = scale.scalar_type();
+  if (name == "fp32" && dtype == ScalarType::Float) return ScaleType::float32;
+  if (name == "bf16" && dtype == ScalarType::BFloat16) return ScaleType::bfloat16;
+  if (name == "fp16" && dtype == ScalarType::Half) return ScaleType::float16;
+  if (name == "e8m0" && dtype == ScalarType::Byte) return ScaleType::e8m0;
+  if (name == "fp8_e4m3fn" && dtype == ScalarType::Byte) return ScaleType::e4m3;
+  STD_TORCH_CHECK(false, "scale must be fp32, bf16, fp16, or uint8 codes of e8m0 or fp8_e4m3fn, got ",
+                  torch::headeronly::toString(dtype), " for ", name);
+}
+
+Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any,
+                    std::optional<Tensor> outer_any, std::optional<Tensor> bias_any, std::string format, std::string scale_name,
+                    int64_t group_size, int64_t columns, int64_t parts, int64_t early) {
+  const ScalarType dtype = x_any.scalar_type();
+  STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
+                  "x must be float16 or bfloat16 [..., K] on a CUDA device");
+  STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
+  const Known* known = nullptr;
+  for (const Known& k : known_formats)
+    if (format == k.name) known = &k;
+  STD_TORCH_CHECK(known != nullptr, "no kernel for weights of the format ", format);
+  STD_TORCH_CHECK(group_size == -1 || group_size == 16 || group_size == 32 || group_size == 64 || group_size == 128,
+                  "group_size must be -1, 16, 32, 64 or 128, got ", group_size);
+  STD_TORCH_CHECK(parts >= 0 && parts <= 8, "parts must be 0..8, got ", parts);
+  const torch::stable::accelerator::DeviceGuard guard(x_any.get_device_index());
+  const Tensor scale = torch::stable::contiguous(scale_any);
+  Tensor x = torch::stable::contiguous(x_any), packed = torch::stable::contiguous(packed_any);
+  Tensor zero = scale, outer = scale, bias = scale;  // kept until the launch
+  if (!is_on_16_bytes(packed.const_data_ptr())) packed = torch::stable::clone(packed);
+
+  Gemm a = {};
+  a.n = packed.size(0);
+  const int64_t k = x.size(x.dim() - 1);
+  STD_TORCH_CHECK(k > 0 && k % 8 == 0 && k < (int64_t{1} << 31) - 512, "x must have a multiple of 8 columns, up to 2^31 - 512, got ", k);
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = a.n;
+  int64_t m = 1;
+  for (size_t i = 0; i + 1 < shape.size(); i++) m *= shape[i];
+  STD_TORCH_CHECK(m < (int64_t{1} << 20), "x must have fewer than 2^20 rows, got ", m);
+  a.m = static_cast<int>(m);
+  a.scale_type = scale_type_of(scale, scale_name);
+  a.has_zero = zero_any.has_value();
+  a.is_signed = known->is_signed;
+  a.factor = known->factor;
+  a.unit = UnitPlan::of(known->bits, static_cast<int>(group_size), size_of(a.scale_type), a.has_zero);
+  for (a.group_shift = 4; 1 << a.group_shift < a.unit.group;) a.group_shift++;
+  a.tiles = (a.n + rows_of_tile - 1) / rows_of_tile;
+  a.units_of_row = static_cast<int>((k + a.unit.columns - 1) / a.unit.columns);
+  check(packed, "packed", x, a.n, a.n ? (a.tiles * a.units_of_row * a.unit.size + a.n - 1) / a.n : packed.size(1));
+  check(scale, "scale", x, a.n, group_size == -1);
+  a.units = static_cast<const uint8_t*>(packed.const_data_ptr());
+  a.scale = scale.const_data_ptr();
+  if (zero_any) {
+    zero = torch::stable::contiguous(*zero_any);
+    check(zero, "zero_point", x, a.n, scale.size(1));
+    STD_TORCH_CHECK(zero.scalar_type() == ScalarType::Byte, "zero_point must be uint8, got ",
+                    torch::headeronly::toString(zero.scalar_type()));
+    if (!a.unit.groups) a.zero_point = static_cast<const uint8_t*>(zero.const_data_ptr());
+  }
+  if (outer_any) {
+    outer = torch::stable::contiguous(*outer_any);
+    STD_TORCH_CHECK(outer.is_cuda() && outer.numel() == 1 && outer.scalar_type() == ScalarType::Float, "outer must be one float32");
+    a.outer = static_cast<const float*>(outer.const_data_ptr());
+  }
+  if (bias_any) {
+    STD_TORCH_CHECK(bias_any->is_cuda() && bias_any->dim() == 1 && bias_any->numel() == a.n && bias_any->scalar_type() == dtype,
+                    "bias must have the dtype and device of x and shape [", a.n, "]");
+    bias = torch::stable::contiguous(*bias_any);
+    a.bias = bias.const_data_ptr();
+  }
+  Tensor y = torch::stable::new_empty(x, shape);
+  if (m == 0 || a.n == 0) return y;
+  if (!is_on_16_bytes(x.const_data_ptr())) x = torch::stable::clone(x);
+  a.y = y.mutable_data_ptr();
+
+  const bool x_is_half = dtype == ScalarType::Half, is_e2m1 = known->family == Family::e2m1, is_nf4 = known->family == Family::nf4;
+  const bool has_row_scales = a.unit.groups == 0, is_e4m3 = a.scale_type == ScaleType::e4m3;
+  // What float16 does not reach is not rounded to it. Two bits times four are six, and a power of two adds none.
+  const bool may_round = !x_is_half || (!is_nf4 && (has_row_scales || a.scale_type == ScaleType::float16 || (is_e2m1 && is_e4m3)));
+  const bool rounds_nothing = !is_nf4 && may_round && (has_row_scales || a.scale_type == ScaleType::e8m0 || (is_e2m1 && is_e4m3));
+
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  const GemmPlan plan = {static_cast<int>(columns), static_cast<int>(parts), static_cast<int>(early)};
+  const cudaError_t error = launch_gemm(known->family, x_is_half, a, x.const_data_ptr(), k, may_round, rounds_nothing, plan,
+                                        static_cast<cudaStream_t>(stream));
+  STD_TORCH_CHECK(error == cudaSuccess, "the kernel could not be launched: ", cudaGetErrorString(error));
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
+  m.def(
+      "tiles_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, str format, "
+      "str scale_format, int group_size, int columns=0, int parts=0, int early=0) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("tiles_linear", TORCH_BOX(&tiles_linear)); }

@@ -1,0 +1,24 @@
+// What the bindings know of gemm.cuh: a kernel for each family of codes and type of x.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gemm_arguments.cuh"
+
+namespace lowbit::cuda {
+
+// Codes whose numbers come about alike. Two's complement and plain binary are one family.
+enum class Family { int2, int3, int4, int5, int6, int7, int8, e2m1, e2m3, e3m2, e4m3, e5m2, nf4 };
+
+// 0: the launcher chooses.
+struct GemmPlan {
+  int columns, parts, early;  // rows of x a block, blocks a cluster, -1: not before its predecessor ends
+};
+
+// `may_round`: weights times scales may be rounded to the type of x once; `rounds_nothing`: such products have few bits.
+cudaError_t launch_gemm(Family family, bool x_is_half, Gemm a, const void* x, int64_t k, bool may_round, bool rounds_nothing,
+                        GemmPlan plan, cudaStream_t stream);
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,91 @@
+// Scales and zero points of the two rows of a lane, group after group along a unit, as a warp meets them.
+#pragma once
+
+#include "fragments.cuh"
+
+namespace lowbit::cuda {
+
+// Which scales a kernel reads: fp32 and 16 bits, those of x's own type, or one of the narrow ones.
+enum class Scaling { plain, own, e8m0, e4m3 };
+
+template <Scaling scaling>
+struct GroupScales {
+  const uint8_t *scales, *zeros;
+  ScaleType type;
+  int step;  // bytes of a group's scales
+
+  __device__ GroupScales(const uint8_t* unit, const UnitPlan& plan, ScaleType type, int lane) : type(type) {
+    const int size = scaling == Scaling::plain ? size_of(type) : scaling == Scaling::own ? 2 : 1;
+    scales = unit + plan.scale_at + lane / 4 * 2 * size;
+    zeros = unit + plan.zero_at + lane / 4 * 2;
+    step = rows_of_tile * size;
+  }
+
+  __device__ __forceinline__ float2 next() {
+    const uint8_t* at = scales;
+    scales += step;
+    if constexpr (scaling == Scaling::e8m0) {
+      const uint32_t two = *reinterpret_cast<const uint16_t*>(at);
+      return {e8m0_to_float(two & 0xff), e8m0_to_float(two >> 8)};
+    } else {
+      if (type == ScaleType::float32) return *reinterpret_cast<const float2*>(at);
+      const uint32_t two = *reinterpret_cast<const uint32_t*>(at);
+      const float2 halves = __half22float2(reinterpret_cast<const __half2&>(two));
+      const bool is_half = type == ScaleType::float16;
+      return {is_half ? halves.x : __uint_as_float(two << 16), is_half ? halves.y : __uint_as_float(two & 0xffff0000u)};
+    }
+  }
+
+  // The same as two numbers of T where T holds them: its own, powers of two in bfloat16, e4m3 in both types.
+  template <class T>
+  __device__ __forceinline__ uint32_t next_exact() {
+    if constexpr (scaling == Scaling::own) {
+      const uint8_t* at = scales;
+      scales += step;
+      return *reinterpret_cast<const uint32_t*>(at);
+    }
+    const uint32_t two = __byte_perm(*reinterpret_cast<const uint16_t*>(scales), 0, 0x4140);
+    scales += step;
+    if constexpr (scaling == Scaling::e8m0) {  // 0 is a subnormal, 255 is NaN
+      const uint32_t is_some = two + 0x00ff00ffu, is_last = two + 0x00010001u;
+      return two << 7 | ((~is_some | is_last) & 0x01000100u) >> 2;
+    } else {
+      const uint32_t is_nan = ((two & 0x007f007fu) + 0x00010001u) & 0x00800080u;
+      const uint32_t small = (two & 0x007f007fu) << (Sixteen<T>::mantissa - 3) | (two & 0x00800080u) << 8;
+      return fused<T>(small, two_powers<T>(Sixteen<T>::bias - 7), 0x80008000u) | is_nan * 0xff;
+    }
+  }
+
+  __device__ __forceinline__ uint2 next_zeros() {
+    const uint32_t two = *reinterpret_cast<const uint16_t*>(zeros);
+    zeros += rows_of_tile;
+    return {two & 0xff, two >> 8};
+  }
+};
+
+// A scale as two numbers of T that add up to it, each twice: the second is zero where T holds the first.
+struct ScaleParts {
+  uint32_t high, low;
+};
+template <class T>
+__device__ __forceinline__ ScaleParts parts_of(float scale) {
+  constexpr uint32_t infinity = (1u << 15) - (1u << Sixteen<T>::mantissa);
+  const T high = from_float<T>(scale), low = from_float<T>(scale - to_float(high));
+  const uint32_t h = reinterpret_cast<const uint16_t&>(high), l = reinterpret_cast<const uint16_t&>(low);
+  return {h | h << 16, (h & 0x7fff) < infinity ? l | l << 16 : 0};
+}
+
+// The operands of a weight as one operand of weights times scales. `has_rest`: whether scales have a second part.
+template <class T, bool has_rest, int parts>
+__device__ __forceinline__ void scale_operand(uint32_t (&a)[parts][4], ScaleParts row, ScaleParts row8) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const ScaleParts& s = i % 2 ? row8 : row;
+    uint32_t rest = has_rest ? fused<T>(a[0][i], s.low, 0x80008000u) : 0x80008000u;
+#pragma unroll
+    for (int p = parts - 1; p > 0; p--) rest = fused<T>(a[p][i], s.high, rest);
+    a[0][i] = fused<T>(a[0][i], s.high, rest);
+  }
+}
+
+}  // namespace lowbit::cuda

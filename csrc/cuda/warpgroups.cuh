@@ -1,0 +1,78 @@
+// What groups of warps do on sm_90a beside multiplying: barriers that count, copies of boxes, registers, clusters.
+#pragma once
+
+#include <cuda.h>
+
+#include "asynchrony.cuh"
+
+namespace lowbit::cuda {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ __forceinline__ void expect(uint64_t* barrier, int size) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(size) : "memory");
+}
+
+// Weights that other blocks read too leave the cache like anything else.
+__device__ __forceinline__ uint64_t read_again() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Copies whose bytes the barrier was told to expect.
+__device__ __forceinline__ void copy_expected(void* to, const void* from, int size, uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(size), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+template <int registers>
+__device__ __forceinline__ void give_registers_back() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <int registers>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int barrier, int threads>
+__device__ __forceinline__ void wait_for_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(barrier), "n"(threads) : "memory");
+}
+
+// Four matrices of 8 x 8 numbers of 16 bits, as products hold them, columns first: a lane gives the address of a column.
+__device__ __forceinline__ void store_transposed(uint32_t address, const uint32_t (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(matrices[0]),
+               "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
+
+// Until all threads of the cluster that have not ended are here, and what they wrote to shared memory can be seen.
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Four floats at an address of this block's shared memory, in the memory of that block of the cluster.
+__device__ __forceinline__ float4 floats_of_block(uint32_t address, int block) {
+  float4 four;
+  asm volatile(
+      "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %4, %5;\n\t"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n\t}"
+      : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+      : "r"(address), "r"(block)
+      : "memory");
+  return four;
+}
+#endif
+
+}  // namespace lowbit::cuda
