@@ -1,6 +1,7 @@
-"""Rows for products of 8-bit x and 8-bit weights on CUDA: x is rounded a row at a time, then tensor cores multiply the codes.
+"""Rows for products of 8-bit x and 8- or 4-bit weights on CUDA: x is rounded a row at a time, then tensor cores multiply codes.
 
-Both read canonical bytes: rows of 8-bit codes are what the tensor cores of sm_90 take from shared memory.
+All read canonical bytes: rows of 8-bit codes are what the tensor cores of sm_90 take from shared memory, and for 4-bit ones
+the codes of x are put in the order in which a word of weights comes apart.
 """
 
 from __future__ import annotations
@@ -29,27 +30,39 @@ def eights_linear(
     activation: Scheme,
     input_scale: Tensor | None,
 ) -> Tensor:
-    """``x @ W.T + bias`` with ``x`` rounded to the weight's own format, a scale a row or ``input_scale`` for all."""
+    """``x @ W.T + bias`` with ``x`` rounded to int8, or to the e4m3 of the weight; a scale a row, or ``input_scale`` for all."""
     if bias is not None:
         bias = bias.to(x.dtype)
     if input_scale is not None:
         input_scale = input_scale.to(torch.float32)
-    return torch.ops.lowbit_cuda.eights_linear(x, packed, scale, bias, input_scale, scheme.format != "int8")
+    return torch.ops.lowbit_cuda.eights_linear(x, packed, scale, bias, input_scale, scheme.format, scheme.group_size)
 
 
 def _refusal(call: Call) -> str | None:
     if call.arch != 90:
         return f"arch: takes 90, got {call.arch}"
-    wanted = Scheme(call.scheme.format, scale="fp32")
+    wanted = Scheme("fp8_e4m3fn" if call.scheme.format == "fp8_e4m3fn" else "int8", scale="fp32")
     if call.activation != wanted:
         return f"activation: takes {wanted}, got {call.activation}"
     return None if 1 <= call.k <= _MOST_COLUMNS else f"K: takes 1..{_MOST_COLUMNS}, got {call.k}"
 
 
-for _format, _contract in (("int8", "exact"), ("fp8_e4m3fn", "fp8 sums")):
+def _the_row(size: int) -> str | None:
+    return None if size == -1 else "takes the row"
+
+
+def _steps(size: int) -> str | None:
+    return None if size in (-1, 32, 64) or size % 128 == 0 else "takes 32, 64, multiples of 128 and the row"
+
+
+for _format, _activation, _groups, _contract in (
+    ("int8", "int8", _the_row, "exact"),
+    ("fp8_e4m3fn", "fp8_e4m3fn", _the_row, "fp8 sums"),
+    ("int4", "int8", _steps, "exact"),
+):
     register(
         Kernel(
-            f"cuda_{_format}_{_format}",
+            f"cuda_{_activation}_{_format}",
             "quantized_linear",
             eights_linear,
             _contract,
@@ -57,7 +70,7 @@ for _format, _contract in (("int8", "exact"), ("fp8_e4m3fn", "fp8 sums")):
             formats=frozenset({_format}),
             zero_points=frozenset({"none"}),
             scales=ALL_PLAIN_SCALES,
-            groups=lambda size: None if size == -1 else "takes the row",
+            groups=_groups,
             dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
             m=(1, None),
             arch=90,

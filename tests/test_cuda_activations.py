@@ -27,7 +27,7 @@ def weight(scheme: Scheme, n: int, k: int) -> QTensor:
 def product(x: Tensor, w: QTensor, activation: Scheme, bias: Tensor | None = None, static: Tensor | None = None) -> Tensor:
     w = w.cuda()
     parts = (w.packed, w.scale, w.zero_point, w.outer)
-    with lowbit.strict(f"cuda_{activation.format}_{activation.format}"):
+    with lowbit.strict(f"cuda_{activation.format}_{w.scheme.format}"):
         return torch.ops.lowbit.quantized_linear(
             x.cuda(), *parts, None if bias is None else bias.cuda(), str(w.scheme), "canonical", str(activation), static
         )
@@ -83,13 +83,26 @@ def test_x_that_is_not_finite(activation: Scheme, value: float, static: bool) ->
     torch.testing.assert_close(y, wanted, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
-@pytest.mark.parametrize("activation", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("scheme", ["int8:row:bf16", "fp8_e4m3fn:row:bf16", "int4:g32:bf16"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 2100, 3000), (64, 2100, 3000), (100, 300, 9000), (300, 2104, 3008)])
-def test_the_same_bits_in_every_run(activation: Scheme, m: int, n: int, k: int) -> None:
-    w = weight(activation, n, k).cuda()
+def test_the_same_bits_in_every_run(scheme: str, m: int, n: int, k: int) -> None:
+    w = weight(Scheme.parse(scheme), n, k).cuda()
+    activation = FP8 if w.scheme.format == FP8.format else INT8
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
     y = product(x, w, activation)
     assert all(torch.equal(product(x, w, activation), y) for _ in range(100))
+
+
+@pytest.mark.parametrize("group", ["g32", "g64", "g128", "g256", "row"])
+@pytest.mark.parametrize("m", [1, 17, 65, 130, 300])
+def test_int4_differs_from_integers_by_roundings_alone(m: int, group: str) -> None:
+    n, k = 130 + m % 3, 1000 + m
+    w, x = weight(Scheme.parse(f"int4:{group}:bf16"), n, k), torch.randn(m, k, generator=torch.Generator().manual_seed(m))
+    chosen = choose(x, INT8)
+    values = to_values(to_codes(x, INT8, chosen), INT8, chosen, torch.float64)
+    exact, sums = values @ w.dequantize(torch.float64).T, values.abs() @ w.dequantize(torch.float64).abs().T
+    # A rounding for each group's sum, product and addition, and three at the end.
+    assert ((product(x, w, INT8).cpu().double() - exact).abs() <= (k / 32 + 6) * 2.0**-24 * sums).all()
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -142,10 +155,10 @@ def test_what_does_not_fit_raises_before_anything_runs() -> None:
     x = torch.randn(2, 64, device="cuda")
     lowbit.explain(w)  # loads the library
     with pytest.raises(RuntimeError, match="packed must be uint8"):
-        op(x, w.packed[:, :60], w.scale, None, None, False)
+        op(x, w.packed[:, :60], w.scale, None, None, "int8")
     with pytest.raises(RuntimeError, match="scale must be on the device of x"):
-        op(x, w.packed, w.scale.cpu(), None, None, False)
+        op(x, w.packed, w.scale.cpu(), None, None, "int8")
     with pytest.raises(RuntimeError, match="bias must have the dtype"):
-        op(x, w.packed, w.scale, torch.zeros(8, dtype=torch.float16, device="cuda"), None, False)
+        op(x, w.packed, w.scale, torch.zeros(8, dtype=torch.float16, device="cuda"), None, "int8")
     with pytest.raises(RuntimeError, match="input_scale must be one float32"):
-        op(x, w.packed, w.scale, None, torch.ones(2, device="cuda"), False)
+        op(x, w.packed, w.scale, None, torch.ones(2, device="cuda"), "int8")

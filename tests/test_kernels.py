@@ -93,7 +93,7 @@ def scales(row: Kernel) -> tuple[str, ...]:
 
 
 def activations(row: Kernel) -> tuple[str, ...]:
-    """What x may be rounded to for the row: a kernel on codes takes x in the format of its weights alone."""
+    """What x may be rounded to for the row: a kernel on codes takes few."""
     if row.formats is None:
         return ACTIVATIONS
     scheme = Scheme(min(row.formats), scale="fp32")

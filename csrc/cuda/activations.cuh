@@ -17,6 +17,7 @@ struct Activations {
   int64_t m, pitch;
   int k;
   bool is_float, has_whole_chunks;  // e4m3 and not int8; rows lie on 16 bytes and end with a chunk
+  bool even_first;                  // of each 32 columns the even ones before the odd ones, and whole 32 with zeros
 };
 
 constexpr int chunk_of_activations = 8, chunks_of_thread = 4, most_threads_of_row = 512;
@@ -133,6 +134,7 @@ __global__ void __launch_bounds__(most_threads_of_row) round_activations(const A
   wait_for_predecessors();
   let_dependents_start();
   const int chunks = (a.k + chunk_of_activations - 1) / chunk_of_activations, step = blockDim.x * chunks_of_thread;
+  const int written = a.even_first ? (chunks + 3) / 4 * 4 : chunks;
   for (int64_t m = blockIdx.x; m < a.m; m += gridDim.x) {
     const T* row = static_cast<const T*>(a.x) + m * a.k;
     Chunk<T> held[chunks_of_thread];
@@ -179,14 +181,20 @@ __global__ void __launch_bounds__(most_threads_of_row) round_activations(const A
     const Divisor by(scale);
     const bool is_any = a.fixed_scale || by.factor != 1.0f;
     uint8_t* codes = a.codes + m * a.pitch;
-    for (int first = 0; first < chunks; first += step) {
+    for (int first = 0; first < written; first += step) {
       if (first > 0) load(first);
 #pragma unroll
       for (int c = 0; c < chunks_of_thread; c++) {
         const int chunk = first + c * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
-        if (chunk >= chunks) break;
+        if (chunk >= written) break;
         const uint2 eight = is_any ? codes_of<is_float, true>(held[c], by) : codes_of<is_float, false>(held[c], by);
-        *reinterpret_cast<uint2*>(codes + chunk * chunk_of_activations) = eight;
+        if (a.even_first) {
+          uint32_t* const to = reinterpret_cast<uint32_t*>(codes + chunk / 4 * 32) + chunk % 4;
+          to[0] = __byte_perm(eight.x, eight.y, 0x6420);
+          to[4] = __byte_perm(eight.x, eight.y, 0x7531);
+        } else {
+          *reinterpret_cast<uint2*>(codes + chunk * chunk_of_activations) = eight;
+        }
       }
     }
   }

@@ -1,5 +1,5 @@
-// Launches eights_linear: the tensor maps, and how a product is cut into tiles for the device.
-#include "eights.cuh"
+// Launches eights_linear and fours_linear: the tensor maps, and how a product is cut into tiles for the device.
+#include "fours.cuh"
 
 #include <cuda_runtime_api.h>
 
@@ -25,14 +25,14 @@ Encode encoder() {
   return found;
 }
 
-// Boxes of `box_rows` rows and 128 columns of a matrix of bytes; reads beyond its edges give zeros.
-bool describe(CUtensorMap& map, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows) {
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride)};
-  const cuuint32_t box[] = {columns_of_stage, static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
+// Boxes of `box_rows` rows and a stage's bytes of a matrix; reads beyond its edges give zeros.
+bool describe(CUtensorMap& map, const Operand& from, int64_t rows, int bits, int box_rows) {
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(from.bytes), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(from.stride)};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(columns_of_stage * bits / 8), static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
   const Encode encode = encoder();
-  return encode && encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(data), sizes, strides, box, steps,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+  return encode && encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(from.data), sizes, strides, box, steps,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, bits == 8 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -51,19 +51,21 @@ constexpr Cost costs[] = {{16, 0.45, 2.0}, {64, 0.33, 4.0}, {128, 0.40, 3.0}, {2
 
 // The plan that takes least time. Splitting the columns costs a tile more, the more the larger it is, and clusters of four and
 // of eight leave some multiprocessors empty.
-Plan plan_for(int64_t m, int64_t n, int steps, bool sums_leave, int processors) {
+Plan plan_for(int64_t m, int64_t n, int steps, Codes codes, int processors) {
   Plan best = {};
   double least = 0;
   const int64_t columns = static_cast<int64_t>(steps) * columns_of_stage;
-  const double read = static_cast<double>(n) * columns / 4e6;  // W alone
+  const double read = static_cast<double>(n) * columns / (codes == Codes::int4 ? 8e6 : 4e6);  // W alone
   for (const Cost& cost : costs) {
-    if (cost.rows == 256 && sums_leave) continue;
+    if (cost.rows == 256 && codes != Codes::int8) continue;
     if (cost.rows > 16 && cost.rows >= 4 * m) continue;
     const int64_t tiles_m = (m + cost.rows - 1) / cost.rows, tiles = tiles_m * ((n + rows_of_block - 1) / rows_of_block);
     for (int parts : {1, 2, 4, 8}) {
       if (columns > most_columns_of_block * int64_t{parts} || (parts > 1 && (steps < 2 * parts && columns <= most_columns_of_block)))
         continue;
-      const double blocks = static_cast<double>(tiles) * parts, shared = cost.rows <= 64 && blocks > processors ? 2 : 1;
+      const double blocks = static_cast<double>(tiles) * parts;
+      const int most = cost.rows == 16 || (cost.rows == 64 && codes != Codes::int4) ? 2 : 1;
+      const double shared = blocks > processors ? most : 1;
       double waves = blocks / (processors * shared * (parts > 2 ? 0.9 : 1.0));
       if (waves < 4) waves = std::max<double>(1, static_cast<int>(waves + 0.999));
       const double adding = (parts > 2 ? parts / 2 : parts - 1) * (1.5 + cost.rows / 16.0);
@@ -79,16 +81,17 @@ Plan plan_for(int64_t m, int64_t n, int steps, bool sums_leave, int processors) 
   return best;
 }
 
-template <class Number, int T>
+using Kernel = void (*)(CUtensorMap, CUtensorMap, Product8);
+
+template <Kernel kernel, int T, int bits>
 cudaError_t launch_with(const CUtensorMap& w, const CUtensorMap& x, Product8 a, int processors, cudaStream_t stream) {
-  const auto kernel = eights_linear<Number, T>;
   const int cluster = a.blocks_of_cluster;
   const int64_t groups_n = a.splits_columns ? a.tiles_n : (a.tiles_n + cluster - 1) / cluster, clusters = a.tiles_m * groups_n;
   // Two blocks share a multiprocessor where there are enough of them; one alone has more stages.
   constexpr int all_room = 227 << 10;
-  const int room = T <= 64 && clusters * cluster > processors ? 113 << 10 : all_room;
+  const int room = blocks_of_processor<T, bits> == 2 && clusters * cluster > processors ? 113 << 10 : all_room;
   a.stages = most_stages;
-  while (Memory<T>::size(a.stages) > room) a.stages--;
+  while (Memory<T, bits>::size(a.stages) > room) a.stages--;
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   static std::atomic<bool> may_use_all[64];
@@ -99,8 +102,8 @@ cudaError_t launch_with(const CUtensorMap& w, const CUtensorMap& x, Product8 a, 
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(clusters * cluster));
-  config.blockDim = dim3(threads_of_block<T>);
-  config.dynamicSmemBytes = Memory<T>::size(a.stages);
+  config.blockDim = dim3(threads_of_block<T, bits>);
+  config.dynamicSmemBytes = Memory<T, bits>::size(a.stages);
   config.stream = stream;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -126,13 +129,14 @@ cudaError_t launch_with(const CUtensorMap& w, const CUtensorMap& x, Product8 a, 
 
 }  // namespace
 
-cudaError_t launch(Product8 a, const Operand& w, const Operand& x, bool sums_leave, const int (&forced)[3], cudaStream_t stream) {
+cudaError_t launch(Product8 a, Codes codes, const Operand& w, const Operand& x, const int (&forced)[3], cudaStream_t stream) {
   int device = 0, processors = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device); error != cudaSuccess)
     return error;
-  a.steps = static_cast<int>((w.columns + columns_of_stage - 1) / columns_of_stage);
-  Plan plan = plan_for(a.m, a.n, a.steps, sums_leave, processors);
+  const int bits = codes == Codes::int4 ? 4 : 8;
+  a.steps = static_cast<int>((x.bytes + columns_of_stage - 1) / columns_of_stage);
+  Plan plan = plan_for(a.m, a.n, a.steps, codes, processors);
   if (forced[0]) plan = {forced[0], forced[1], forced[2] != 0};
   a.blocks_of_cluster = plan.blocks_of_cluster;
   a.splits_columns = plan.splits_columns;
@@ -140,21 +144,25 @@ cudaError_t launch(Product8 a, const Operand& w, const Operand& x, bool sums_lea
   a.tiles_n = static_cast<int>((a.n + rows_of_block - 1) / rows_of_block);
   CUtensorMap w_map = {}, x_map = {};
   const int sharing = plan.splits_columns ? 1 : plan.blocks_of_cluster;
-  if (!describe(w_map, w.data, a.n, w.columns, w.stride, rows_of_block) ||
-      !describe(x_map, x.data, rows_with_room(a.m), x.columns, x.stride, plan.rows / sharing))
+  if (!describe(w_map, w, a.n, bits, rows_of_block) || !describe(x_map, x, rows_with_room(a.m), 8, plan.rows / sharing))
     return cudaErrorInvalidValue;
-  const auto with = [&](auto number) {
-    using Number = decltype(number);
-    switch (plan.rows) {
-      case 16: return launch_with<Number, 16>(w_map, x_map, a, processors, stream);
-      case 64: return launch_with<Number, 64>(w_map, x_map, a, processors, stream);
-      case 128: return launch_with<Number, 128>(w_map, x_map, a, processors, stream);
-      default:
-        if constexpr (std::is_same_v<Number, int32_t>) return launch_with<Number, 256>(w_map, x_map, a, processors, stream);
-        return cudaErrorInvalidValue;
+  const auto with = [&](auto width) {
+    constexpr int T = decltype(width)::value;
+    if (codes == Codes::int8) return launch_with<eights_linear<int32_t, T>, T, 8>(w_map, x_map, a, processors, stream);
+    if constexpr (T < 256) {
+      if (codes == Codes::e4m3) return launch_with<eights_linear<float, T>, T, 8>(w_map, x_map, a, processors, stream);
+      if (a.columns_of_group == 32) return launch_with<fours_linear<T, 1>, T, 4>(w_map, x_map, a, processors, stream);
+      if (a.columns_of_group == 64) return launch_with<fours_linear<T, 2>, T, 4>(w_map, x_map, a, processors, stream);
+      return launch_with<fours_linear<T, 4>, T, 4>(w_map, x_map, a, processors, stream);
     }
+    return cudaErrorInvalidValue;
   };
-  return sums_leave ? with(float()) : with(int32_t());
+  switch (plan.rows) {
+    case 16: return with(std::integral_constant<int, 16>());
+    case 64: return with(std::integral_constant<int, 64>());
+    case 128: return with(std::integral_constant<int, 128>());
+    default: return with(std::integral_constant<int, 256>());
+  }
 }
 
 }  // namespace lowbit::cuda::eights

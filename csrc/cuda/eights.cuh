@@ -22,9 +22,10 @@ namespace lowbit::cuda::eights {
 constexpr int rows_of_block = 128, columns_of_stage = 128;
 constexpr int threads_that_multiply = 256;
 // One warp copies. Where sums take most registers it comes with three idle ones, since only whole warpgroups can give theirs.
-template <int T>
-constexpr int threads_of_block = threads_that_multiply + (T == 256 ? 128 : 32);
-constexpr int bytes_of_w = rows_of_block * columns_of_stage;
+template <int T, int bits>
+constexpr int threads_of_block = threads_that_multiply + (T == 256 || (T == 128 && bits == 4) ? 128 : 32);
+template <int bits>
+constexpr int bytes_of_w = rows_of_block * columns_of_stage * bits / 8;
 constexpr int most_columns_of_block = (1 << 17) - columns_of_stage;
 constexpr int most_stages = 12;
 
@@ -34,6 +35,7 @@ struct Product8 {
   const void* bias;  // or null
   void* y;
   int64_t w_scale_stride, m, n;
+  int groups, columns_of_group;  // of W; columns_of_group: 0 where the whole row is one
   int steps;  // stages' worth of columns
   int tiles_m, tiles_n, stages, blocks_of_cluster;
   bool splits_columns;
@@ -41,12 +43,19 @@ struct Product8 {
   Stored w_scale_stored, y_stored;
 };
 
+// Blocks that share a multiprocessor where there are enough of them.
+template <int T, int bits>
+constexpr int blocks_of_processor = T == 16 || (T == 64 && bits == 8) ? 2 : 1;
+
+// Of a warpgroup, for turning 64 rows of y by 64 columns.
 template <int T>
+constexpr int bytes_of_staging = T >= 128 ? 8192 : 0;
+
+template <int T, int bits>
 struct Memory {
-  static constexpr int stage = bytes_of_w + T * columns_of_stage;
-  static constexpr int staging = T >= 128 ? 8192 : 0;      // of a warpgroup, for turning 64 rows of y by 64 columns
+  static constexpr int stage = bytes_of_w<bits> + T * columns_of_stage;
   static constexpr int scales = T >= 128 ? 2 * T * 4 : 0;       // those of x, for each warpgroup
-  static constexpr int size(int stages) { return 1024 + stages * stage + 2 * staging + scales + 2 * 8 * most_stages; }
+  static constexpr int size(int stages) { return 1024 + stages * stage + 2 * bytes_of_staging<T> + scales + 2 * 8 * most_stages; }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -193,14 +202,42 @@ __device__ __forceinline__ void add_and_write(const Product8& a, const Rows& row
   }
 }
 
+// y of a tile, by the way its plan takes. `x_scale`: what this thread read of the tile's scales of x.
+template <class Number, int T>
+__device__ __forceinline__ void write_tile(const Product8& a, const Rows& rows, const Number (&sums)[T / 2],
+                                           const float (&x_scale)[T / 128 + 1], int64_t m, int64_t n, uint32_t memory,
+                                           uint32_t staging, float* scales) {
+  const int thread = threadIdx.x, lane = thread % 32;
+  if (a.splits_columns) {
+    add_and_write<Number, T>(a, rows, sums, m, n, memory);
+  } else if constexpr (T >= 128) {
+    float* const shared = scales + thread / 128 * T;
+    wait_for_warpgroup();  // it has read those of the tile before
+#pragma unroll
+    for (int e = 0; e < T / 128; e++) shared[128 * e + thread % 128] = x_scale[e];
+    wait_for_warpgroup();
+    const float2* const pairs = reinterpret_cast<const float2*>(shared);
+    if (a.can_store_16_bytes) {
+      write_turned<Number, T>(a, rows, sums, m, n, staging + thread / 128 * bytes_of_staging<T>, pairs);
+    } else {
+#pragma unroll
+      for (int j = 0; j < T / 8; j++) write_eight(a, rows, sums + 4 * j, pairs[4 * j + lane % 4], m + 8 * j, n);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < T / 8; j++)
+      write_eight(a, rows, sums + 4 * j, *reinterpret_cast<const float2*>(a.x_scale + m + 8 * j), m + 8 * j, n);
+  }
+}
+
 // The ring: where a stage lies and which of its barriers says what.
-template <int T>
+template <int T, int bits>
 struct Ring {
   uint32_t memory, barriers;
   int stages, at = 0, turn = 0;
 
-  __device__ uint32_t w() const { return memory + at * Memory<T>::stage; }
-  __device__ uint32_t x() const { return w() + bytes_of_w; }
+  __device__ uint32_t w() const { return memory + at * Memory<T, bits>::stage; }
+  __device__ uint32_t x() const { return w() + bytes_of_w<bits>; }
   __device__ uint32_t full() const { return barriers + 16 * at; }
   __device__ uint32_t free() const { return full() + 8; }
   __device__ void advance() {
@@ -208,16 +245,16 @@ struct Ring {
   }
 };
 
-template <int T>
-__device__ __forceinline__ void copy_tiles(const CUtensorMap& w, const CUtensorMap& x, const Product8& a, Ring<T> ring,
+template <int T, int bits>
+__device__ __forceinline__ void copy_tiles(const CUtensorMap& w, const CUtensorMap& x, const Product8& a, Ring<T, bits> ring,
                                            int64_t tiles, int groups_n) {
   const int block = block_of_cluster(), sharing = a.splits_columns ? 1 : a.blocks_of_cluster;
   const uint16_t all = static_cast<uint16_t>((1 << sharing) - 1);
   const int rows_to_copy = T / sharing;
   const uint64_t w_policy = a.tiles_m > 1 ? read_again() : read_once(), x_policy = read_again();
   int early = 0;  // stages whose W was copied before x was there
-  Ring<T> late = ring;
-  const auto copy_x = [&](const Ring<T>& to, int step, int m) {
+  Ring<T, bits> late = ring;
+  const auto copy_x = [&](const Ring<T, bits>& to, int step, int m) {
     const uint32_t place = to.x() + block * (sharing > 1) * rows_to_copy * columns_of_stage;
     if (sharing > 1)
       copy_box_to_all(place, x, step * columns_of_stage, m * T + block * rows_to_copy, to.full(), all, x_policy);
@@ -232,24 +269,25 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& w, const CUtensorM
     if (i == blockIdx.x / a.blocks_of_cluster) {
       early = min(last - first, a.stages);
       for (int step = first; step < first + early; step++, ring.advance()) {
-        expect_bytes(ring.full(), Memory<T>::stage);
-        copy_box(ring.w(), w, step * columns_of_stage, n * rows_of_block, ring.full(), w_policy);
+        expect_bytes(ring.full(), Memory<T, bits>::stage);
+        copy_box(ring.w(), w, step * columns_of_stage * bits / 8, n * rows_of_block, ring.full(), w_policy);
       }
       wait_for_predecessors();
       for (int step = first; step < first + early; step++, late.advance()) copy_x(late, step, place.m);
     }
     for (int step = first + early; step < last; step++, ring.advance()) {
       wait_for(ring.free(), ring.turn ^ 1);
-      expect_bytes(ring.full(), Memory<T>::stage);
-      copy_box(ring.w(), w, step * columns_of_stage, n * rows_of_block, ring.full(), w_policy);
+      expect_bytes(ring.full(), Memory<T, bits>::stage);
+      copy_box(ring.w(), w, step * columns_of_stage * bits / 8, n * rows_of_block, ring.full(), w_policy);
       copy_x(ring, step, place.m);
     }
     early = 0;
   }
 }
 
+// W of 8 bits.
 template <class Number, int T>
-__device__ __forceinline__ void multiply_tiles(const Product8& a, Ring<T> ring, int64_t tiles, int groups_n, uint32_t staging,
+__device__ __forceinline__ void multiply_tiles(const Product8& a, Ring<T, 8> ring, int64_t tiles, int groups_n, uint32_t staging,
                                                float* scales) {
   constexpr bool leaves_cores = std::is_same_v<Number, float>;
   const int thread = threadIdx.x, lane = thread % 32, block = block_of_cluster();
@@ -272,7 +310,7 @@ __device__ __forceinline__ void multiply_tiles(const Product8& a, Ring<T> ring, 
     const int last = a.splits_columns ? static_cast<int>(static_cast<int64_t>(a.steps) * (block + 1) / a.blocks_of_cluster) : a.steps;
     const auto multiply_stage = [&](Number(&c)[T / 2], bool starts) {
       wait_for(ring.full(), ring.turn);
-      const uint64_t w = operand(ring.w() + thread / 128 * (bytes_of_w / 2)), x = operand(ring.x());
+      const uint64_t w = operand(ring.w() + thread / 128 * (bytes_of_w<8> / 2)), x = operand(ring.x());
       fence_products();
 #pragma unroll
       for (int k = 0; k < columns_of_stage / 32; k++) add<T>(c, w + 2 * k, x + 2 * k, !starts || k > 0);
@@ -306,46 +344,27 @@ __device__ __forceinline__ void multiply_tiles(const Product8& a, Ring<T> ring, 
         for (int e = 0; e < T / 2; e++) sums[e] = 0;
     }
 
-    if (a.splits_columns) {
-      add_and_write<Number, T>(a, rows, sums, m, n, ring.memory);
-    } else if constexpr (T >= 128) {
-      float* const shared = scales + thread / 128 * T;
-      wait_for_warpgroup();  // it has read those of the tile before
-#pragma unroll
-      for (int e = 0; e < T / 128; e++) shared[128 * e + thread % 128] = x_scale[e];
-      wait_for_warpgroup();
-      const float2* const pairs = reinterpret_cast<const float2*>(shared);
-      if (a.can_store_16_bytes) {
-        write_turned<Number, T>(a, rows, sums, m, n, staging + thread / 128 * Memory<T>::staging, pairs);
-      } else {
-#pragma unroll
-        for (int j = 0; j < T / 8; j++) write_eight(a, rows, sums + 4 * j, pairs[4 * j + lane % 4], m + 8 * j, n);
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < T / 8; j++)
-        write_eight(a, rows, sums + 4 * j, *reinterpret_cast<const float2*>(a.x_scale + m + 8 * j), m + 8 * j, n);
-    }
+    write_tile<Number, T>(a, rows, sums, x_scale, m, n, ring.memory, staging, scales);
   }
 }
 
 #endif
 
-// Number: what products are summed in, int32_t for int8 codes and float for e4m3. With `splits_columns` each cluster has one
-// tile; otherwise clusters take one tile after another.
-template <class Number, int T>
-__global__ void __launch_bounds__(threads_of_block<T>, T <= 64 ? 2 : 1)
-    eights_linear(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, const Product8 a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// What every kernel does around its products: sets up the ring, and gives one warp the copies and eight the rest.
+template <int T, int bits, class Multiply>
+__device__ __forceinline__ void run_tiles(const CUtensorMap& w, const CUtensorMap& x, const Product8& a, const Multiply& multiply) {
   let_dependents_start();
   extern __shared__ uint8_t unaligned[];
-  Ring<T> ring;
+  constexpr bool gives_registers = threads_of_block<T, bits> > threads_that_multiply + 32;
+  Ring<T, bits> ring;
   ring.memory = (shared_address(unaligned) + 1023) / 1024 * 1024;
   ring.stages = a.stages;
-  const uint32_t staging = ring.memory + a.stages * Memory<T>::stage;
-  const uint32_t scales_at = staging + 2 * Memory<T>::staging;
+  const uint32_t staging = ring.memory + a.stages * Memory<T, bits>::stage;
+  const uint32_t scales_at = staging + 2 * bytes_of_staging<T>;
   float* const scales = reinterpret_cast<float*>(unaligned + (scales_at - shared_address(unaligned)));
-  ring.barriers = scales_at + Memory<T>::scales;
+  ring.barriers = scales_at + Memory<T, bits>::scales;
   if (threadIdx.x == 0) {
     const int releases = 8 * (a.splits_columns ? 1 : a.blocks_of_cluster);
     for (int i = 0; i < a.stages; i++) {
@@ -360,15 +379,28 @@ __global__ void __launch_bounds__(threads_of_block<T>, T <= 64 ? 2 : 1)
   const int groups_n = a.splits_columns ? a.tiles_n : (a.tiles_n + a.blocks_of_cluster - 1) / a.blocks_of_cluster;
   const int64_t tiles = static_cast<int64_t>(a.tiles_m) * groups_n;
   if (threadIdx.x >= threads_that_multiply) {
-    if constexpr (T == 256) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == threads_that_multiply) copy_tiles<T>(w, x, a, ring, tiles, groups_n);
+    if constexpr (gives_registers) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x == threads_that_multiply) copy_tiles<T, bits>(w, x, a, ring, tiles, groups_n);
     __syncwarp();
     if (a.splits_columns) wait_for_cluster();
   } else {
-    if constexpr (T == 256) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    multiply_tiles<Number, T>(a, ring, tiles, groups_n, staging, scales);
+    if constexpr (gives_registers) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    multiply(ring, tiles, groups_n, staging, scales);
   }
   wait_for_cluster();  // blocks of the cluster write into each other's shared memory to the end
+}
+
+#endif
+
+// Number: what products are summed in, int32_t for int8 codes and float for e4m3. With `splits_columns` each cluster has one
+// tile; otherwise clusters take one tile after another.
+template <class Number, int T>
+__global__ void __launch_bounds__(threads_of_block<T, 8>, blocks_of_processor<T, 8>)
+    eights_linear(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, const Product8 a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  run_tiles<T, 8>(w, x, a, [&](const Ring<T, 8>& ring, int64_t tiles, int groups_n, uint32_t staging, float* scales) {
+    multiply_tiles<Number, T>(a, ring, tiles, groups_n, staging, scales);
+  });
 #endif
 }
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "eights_launch.h"
@@ -35,9 +36,14 @@ void check(cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, "the kernel could not be launched: ", cudaGetErrorString(error));
 }
 
-Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> bias_any,
-                        std::optional<Tensor> input_scale, bool is_float, int64_t rows_of_block, int64_t blocks_of_cluster,
-                        bool splits_columns) {
+Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::optional<Tensor> bias_any,
+                        std::optional<Tensor> input_scale, std::string format, int64_t group_size, int64_t rows_of_block,
+                        int64_t blocks_of_cluster, bool splits_columns) {
+  STD_TORCH_CHECK(format == "int8" || format == "fp8_e4m3fn" || format == "int4", "format must be int8, fp8_e4m3fn or int4, got ",
+                  format);
+  const bool is_float = format == "fp8_e4m3fn", is_four = format == "int4";
+  STD_TORCH_CHECK(group_size == -1 || (is_four && (group_size == 32 || group_size == 64 || (group_size > 0 && group_size % 128 == 0))),
+                  "group_size must be -1, and with int4 also 32, 64 or a multiple of 128, got ", group_size);
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1, "x must be [..., K] on a CUDA device");
   const Stored stored = stored_as(x_any, "x");
   const OnDevice guard(x_any.get_device_index());
@@ -45,11 +51,13 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional
   const int64_t k = x.size(x.dim() - 1);
   STD_TORCH_CHECK(k >= 1 && k <= 8 * int64_t{eights::most_columns_of_block}, "a weight must have 1 to ",
                   8 * int64_t{eights::most_columns_of_block}, " columns, got ", k);
-  STD_TORCH_CHECK(is_beside(packed, x) && packed.dim() == 2 && packed.size(1) == k && packed.scalar_type() == ScalarType::Byte,
-                  "packed must be uint8 [N, ", k, "] on the device of x");
-  const int64_t n = packed.size(0);
-  STD_TORCH_CHECK(is_beside(scale, x) && scale.dim() == 2 && scale.size(0) == n && scale.size(1) == 1,
-                  "scale must be on the device of x and [", n, ", 1]");
+  const int64_t row_bytes = is_four ? (k + 1) / 2 : k;
+  STD_TORCH_CHECK(is_beside(packed, x) && packed.dim() == 2 && packed.size(1) == row_bytes && packed.scalar_type() == ScalarType::Byte,
+                  "packed must be uint8 [N, ", row_bytes, "] on the device of x");
+  const int64_t n = packed.size(0), groups = group_size == -1 ? 1 : (k + group_size - 1) / group_size;
+  STD_TORCH_CHECK(is_beside(scale_any, x) && scale_any.dim() == 2 && scale_any.size(0) == n && scale_any.size(1) == groups,
+                  "scale must be on the device of x and [", n, ", ", groups, "]");
+  const Tensor scale = groups > 1 && scale_any.stride(1) != 1 ? torch::stable::contiguous(scale_any) : scale_any;
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = n;
   int64_t m = 1;
@@ -61,6 +69,8 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional
   a.n = n;
   a.w_scale = scale.const_data_ptr();
   a.w_scale_stride = scale.stride(0);
+  a.groups = static_cast<int>(groups);
+  a.columns_of_group = group_size == -1 ? 0 : static_cast<int>(group_size);
   a.w_scale_stored = stored_as(scale, "scale");
   a.y_stored = stored;
   Tensor bias = scale;  // kept until the launch
@@ -80,22 +90,22 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional
   a.can_store_16_bytes = stored != Stored::float32 && (reinterpret_cast<uintptr_t>(a.y) | n * 2) % 16 == 0;
 
   // Copies of W's boxes need rows on 16 bytes: a weight that has others is copied.
-  const int64_t pitch = rounded_up(k, 16);
+  const int64_t pitch = rounded_up(k, 32), w_pitch = rounded_up(row_bytes, 16);
   const bool is_copied = reinterpret_cast<uintptr_t>(packed.const_data_ptr()) % 16 || packed.stride(0) % 16 ||
-                         (k > 1 && packed.stride(1) != 1) || packed.stride(0) < k;
+                         (row_bytes > 1 && packed.stride(1) != 1) || packed.stride(0) < row_bytes;
   const Tensor rows = is_copied ? torch::stable::contiguous(packed) : packed;
   const int64_t room_of_x = rounded_up(eights::rows_with_room(m) * pitch, 256), room_of_scale = rounded_up(m, 256) * 4;
-  const Tensor room = torch::stable::new_empty(x, {room_of_x + room_of_scale + (is_copied ? n * pitch : 0)}, ScalarType::Byte);
+  const Tensor room = torch::stable::new_empty(x, {room_of_x + room_of_scale + (is_copied ? n * w_pitch : 0)}, ScalarType::Byte);
   auto* const bytes = static_cast<uint8_t*>(room.mutable_data_ptr());
 
   void* torch_stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &torch_stream));
   const auto stream = static_cast<cudaStream_t>(torch_stream);
-  eights::Operand w = {rows.const_data_ptr(), k, rows.stride(0)};
+  eights::Operand w = {rows.const_data_ptr(), row_bytes, rows.stride(0)};
   if (is_copied) {
     uint8_t* const copy = bytes + room_of_x + room_of_scale;
-    check(cudaMemcpy2DAsync(copy, pitch, w.data, k, k, n, cudaMemcpyDeviceToDevice, stream));
-    w = {copy, k, pitch};
+    check(cudaMemcpy2DAsync(copy, w_pitch, w.data, w.stride, row_bytes, n, cudaMemcpyDeviceToDevice, stream));
+    w = {copy, row_bytes, w_pitch};
   }
 
   Activations rounding = {};
@@ -107,12 +117,14 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional
   rounding.k = static_cast<int>(k);
   rounding.pitch = pitch;
   rounding.is_float = is_float;
+  rounding.even_first = is_four;
   rounding.has_whole_chunks = reinterpret_cast<uintptr_t>(rounding.x) % 16 == 0 && k % chunk_of_activations == 0;
   check(launch_activations(rounding, stored, stream));
 
   a.x_scale = rounding.scale;
   const int forced[3] = {static_cast<int>(rows_of_block), static_cast<int>(blocks_of_cluster), splits_columns};
-  check(eights::launch(a, w, {bytes, k, pitch}, is_float, forced, stream));
+  const auto codes = is_four ? eights::Codes::int4 : is_float ? eights::Codes::e4m3 : eights::Codes::int8;
+  check(eights::launch(a, codes, w, {bytes, is_four ? pitch : k, pitch}, forced, stream));
   return y;
 }
 
@@ -120,8 +132,8 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale, std::optional
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
   m.def(
-      "eights_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? input_scale, bool is_float, "
-      "int rows_of_block=0, int blocks_of_cluster=0, bool splits_columns=False) -> Tensor");
+      "eights_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? input_scale, str format, "
+      "int group_size=-1, int rows_of_block=0, int blocks_of_cluster=0, bool splits_columns=False) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("eights_linear", TORCH_BOX(&linear_of_eights)); }

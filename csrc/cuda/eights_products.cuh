@@ -29,6 +29,10 @@ __device__ void add(int32_t (&c)[T / 2], uint64_t a, uint64_t b, int keep);
 template <int T>
 __device__ void add(float (&c)[T / 2], uint64_t a, uint64_t b, int keep);
 
+// The same with rows of W from registers: those of lane / 4 and lane / 4 + 8 at columns 4 (lane % 4), then at 16 more.
+template <int T>
+__device__ void add(int32_t (&c)[T / 2], const uint32_t (&a)[4], uint64_t b, int keep);
+
 // clang-format off
 #define LOWBIT_8(k, i) k(c[i]), k(c[i + 1]), k(c[i + 2]), k(c[i + 3]), k(c[i + 4]), k(c[i + 5]), k(c[i + 6]), k(c[i + 7])
 #define LOWBIT_32(k, i) LOWBIT_8(k, i), LOWBIT_8(k, i + 8), LOWBIT_8(k, i + 16), LOWBIT_8(k, i + 24)
@@ -69,6 +73,18 @@ LOWBIT_PRODUCT(256, int32_t, "s32.s8.s8", "+r", "", "%128", "%129", "%130")
 LOWBIT_PRODUCT(16, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%8", "%9", "%10")
 LOWBIT_PRODUCT(64, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%32", "%33", "%34")
 LOWBIT_PRODUCT(128, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%64", "%65", "%66")
+#define LOWBIT_PRODUCT_OF_REGISTERS(T, a0, a1, a2, a3, b_at, keep_at) \
+  template <> \
+  __device__ __forceinline__ void add<T>(int32_t (&c)[T / 2], const uint32_t (&a)[4], uint64_t b, int keep) { \
+    asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, " keep_at ", 0;\n\t" \
+                 "wgmma.mma_async.sync.aligned.m64n" #T "k32.s32.s8.s8 {" LOWBIT_NAMES_##T "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b_at \
+                 ", keep;\n\t}" \
+                 : LOWBIT_SUMS_##T("+r") : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)); \
+  }
+LOWBIT_PRODUCT_OF_REGISTERS(16, "%8", "%9", "%10", "%11", "%12", "%13")
+LOWBIT_PRODUCT_OF_REGISTERS(64, "%32", "%33", "%34", "%35", "%36", "%37")
+LOWBIT_PRODUCT_OF_REGISTERS(128, "%64", "%65", "%66", "%67", "%68", "%69")
+#undef LOWBIT_PRODUCT_OF_REGISTERS
 #undef LOWBIT_PRODUCT
 #undef LOWBIT_SUMS_16
 #undef LOWBIT_NAMES_16

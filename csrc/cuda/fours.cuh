@@ -1,0 +1,102 @@
+// The product of eights.cuh for W of signed 4-bit codes with a scale a group: W goes through registers, where a word of eight
+// codes becomes two of operand A, each code times 16. Columns are in another order there, and so are they in the codes of x:
+// of 32, the even ones come first.
+//
+// The sums of a group are exact integers; they are multiplied with the group's scale and added up in fp32.
+#pragma once
+
+#include "eights.cuh"
+
+namespace lowbit::cuda::eights {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// `steps_of_group`: steps of 32 columns that share a scale, 4 for all groups of 128 columns and more.
+template <int T, int steps_of_group>
+__device__ __forceinline__ void multiply_fours(const Product8& a, Ring<T, 4> ring, int64_t tiles, int groups_n, uint32_t staging,
+                                               float* scales) {
+  constexpr int steps = columns_of_stage / 32, groups = steps / steps_of_group;
+  const int thread = threadIdx.x, lane = thread % 32, block = block_of_cluster();
+  const int sharing = a.splits_columns ? 1 : a.blocks_of_cluster;
+  wait_for_predecessors();  // for the scales of x
+  for (int64_t i = blockIdx.x / a.blocks_of_cluster; i < tiles; i += gridDim.x / a.blocks_of_cluster) {
+    const Place place(i, a.tiles_m, groups_n);
+    const int row = thread / 32 * 16 + lane / 4;
+    const int64_t n = (a.splits_columns ? place.n : static_cast<int64_t>(place.n) * a.blocks_of_cluster + block) * rows_of_block + row;
+    const int64_t m = static_cast<int64_t>(place.m) * T + lane % 4 * 2;
+    Rows rows(a, n);
+    rows.scale[0] = rows.scale[1] = 0.0625f;  // of 16 times the code; the group's own scale is in the sums
+    float x_scale[T / 128 + 1];
+#pragma unroll
+    for (int e = 0; e < T / 128; e++) x_scale[e] = a.x_scale[static_cast<int64_t>(place.m) * T + 128 * e + thread % 128];
+    const int first = a.splits_columns ? static_cast<int>(static_cast<int64_t>(a.steps) * block / a.blocks_of_cluster) : 0;
+    const int last = a.splits_columns ? static_cast<int>(static_cast<int64_t>(a.steps) * (block + 1) / a.blocks_of_cluster) : a.steps;
+
+    // Scales are read a stage ahead. Beyond the edge the codes are zeros, and any scale will do.
+    float next[groups][2];
+    const auto read_scales = [&](int step) {
+#pragma unroll
+      for (int g = 0; g < groups; g++) {
+        const int column = step * columns_of_stage + g * steps_of_group * 32;
+        const int group = a.columns_of_group == 0 ? 0 : min(column / a.columns_of_group, a.groups - 1);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int64_t at = min(n + 8 * h, a.n - 1);
+          next[g][h] = number_at(a.w_scale, a.w_scale_stored, at * a.w_scale_stride + group);
+        }
+      }
+    };
+    float sums[T / 2];
+#pragma unroll
+    for (int e = 0; e < T / 2; e++) sums[e] = 0;
+    read_scales(first);
+    for (int step = first; step < last; step++, ring.advance()) {
+      float scale[groups][2];
+#pragma unroll
+      for (int g = 0; g < groups; g++) scale[g][0] = next[g][0], scale[g][1] = next[g][1];
+      read_scales(min(step + 1, last - 1));
+      wait_for(ring.full(), ring.turn);
+      uint32_t codes[steps][4];
+#pragma unroll
+      for (int k = 0; k < steps; k++) {
+        // A row of W has 64 bytes, whose parts of 16 a tensor copy swizzles by pairs of rows.
+        const uint32_t at = ring.w() + row * 64 + (k ^ row / 2 % 4) * 16 + lane % 4 * 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          uint32_t word;
+          asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at + h * 8 * 64) : "memory");
+          codes[k][h] = word << 4 & 0xf0f0f0f0;
+          codes[k][2 + h] = word & 0xf0f0f0f0;
+        }
+      }
+      const uint64_t x = operand(ring.x());
+#pragma unroll
+      for (int g = 0; g < groups; g++) {
+        int32_t part[T / 2];
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < steps_of_group; k++) add<T>(part, codes[g * steps_of_group + k], x + 2 * (g * steps_of_group + k), k > 0);
+        commit_products();
+        wait_for_products<0>();
+        if (g == groups - 1 && lane < sharing) arrive_in(ring.free(), a.splits_columns ? block : lane);
+#pragma unroll
+        for (int e = 0; e < T / 2; e++) sums[e] = __fmaf_rn(static_cast<float>(part[e]), scale[g][e / 2 % 2], sums[e]);
+      }
+    }
+    write_tile<float, T>(a, rows, sums, x_scale, m, n, ring.memory, staging, scales);
+  }
+}
+
+#endif
+
+template <int T, int steps_of_group>
+__global__ void __launch_bounds__(threads_of_block<T, 4>, blocks_of_processor<T, 4>)
+    fours_linear(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, const Product8 a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  run_tiles<T, 4>(w, x, a, [&](const Ring<T, 4>& ring, int64_t tiles, int groups_n, uint32_t staging, float* scales) {
+    multiply_fours<T, steps_of_group>(a, ring, tiles, groups_n, staging, scales);
+  });
+#endif
+}
+
+}  // namespace lowbit::cuda::eights
