@@ -12,9 +12,9 @@ from lowbit.scheme import Scheme
 
 from .bound import Bound, Product
 from .build import CUDA
-from .registry import ALL_PLAIN_SCALES, Kernel, register
+from .registry import ALL_PLAIN_SCALES, Call, Kernel, register
 
-__all__ = ["available", "digits_linear", "halves_linear", "linear"]
+__all__ = ["available", "digits_linear", "gemm_linear", "halves_linear", "linear"]
 
 
 def available() -> str | None:
@@ -41,7 +41,7 @@ def linear(scheme: Scheme) -> Product:
 
 @Bound
 def digits_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for at most eight rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
+    """``x @ W.T + bias`` for one or two rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
     multiply, how = torch.ops.lowbit_cuda.digits_linear.default, (scheme.bits, scheme.group_size)
 
     def product(
@@ -81,6 +81,29 @@ def halves_linear(scheme: Scheme) -> Product:
     return product
 
 
+@Bound
+def gemm_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for many rows of ``x`` and a weight in tiles: 16-bit floats on Hopper's tensor cores."""
+    multiply, how = torch.ops.lowbit_cuda.tiles_linear.default, (scheme.format, scheme.scale, scheme.group_size)
+
+    def product(
+        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+    ) -> Tensor:
+        if x.shape[-1] % 8:  # rows that are copied begin on 16 bytes; what is beyond K meets zeros
+            x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
+        return multiply(x, packed, scale, zero, outer, bias, *how)
+
+    return product
+
+
+def _only_hopper(call: Call) -> str | None:
+    return (
+        None
+        if call.arch == 90 and call.k > 0
+        else f"takes K > 0 on a device of compute capability 9.0, got K={call.k} on {call.arch}"
+    )
+
+
 def _tile_groups(size: int) -> str | None:
     return None if size in (-1, 32, 64, 128) else "takes 32, 64, 128 and the row"
 
@@ -93,15 +116,15 @@ register(
         "exact digits",
         devices=frozenset({"cuda"}),
         layout="tiles",
-        formats=frozenset({"int4", "uint4", "int8", "uint8"}),
+        formats=frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 3, 4, 5, 6, 8)),
         zero_points=frozenset({"none", "int"}),
         scales=ALL_PLAIN_SCALES,
         groups=_tile_groups,
         dtypes=frozenset({torch.float16, torch.bfloat16}),
-        m=(1, 8),
+        m=(1, 2),
         arch=80,
         available=available,
-        tiles=((2, 16, 256), (4, 16, 512)),
+        tiles=((2, 16, 256), (2, 16, 512)),
     )
 )
 _FLOATS = frozenset({"fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"})
@@ -115,6 +138,29 @@ for _name, _formats, _scales, _groups in (
         lambda g: None if g == 16 else "takes 16",
     ),
 ):
+    for _rows, _contract in (
+        (((9, 64), "exact"), ((65, None), "weights rounded once")) if _scales is ALL_PLAIN_SCALES else (((9, None), "exact"),)
+    ):
+        register(
+            Kernel(
+                _name.replace("halves", "gemm") + ("_rounded" if _contract != "exact" else ""),
+                "linear",
+                gemm_linear,
+                _contract,
+                devices=frozenset({"cuda"}),
+                layout="tiles",
+                formats=_formats,
+                zero_points=frozenset({"none", "int"}),
+                scales=_scales,
+                groups=_groups,
+                dtypes=frozenset({torch.float16, torch.bfloat16}),
+                m=_rows,
+                arch=90,
+                available=available,
+                also=_only_hopper,
+                tiles=((16, 128, 512), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
+            )
+        )
     register(
         Kernel(
             _name,

@@ -30,9 +30,33 @@ __device__ __forceinline__ void wait_for_predecessors() {
 #endif
 }
 
+// A barrier of `threads` of a block, whole warps.
+__device__ __forceinline__ void synchronize(int barrier, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// The same for a warp that the others wait for and that waits for none.
+__device__ __forceinline__ void arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// A barrier, and whether it holds for all of them.
+__device__ __forceinline__ bool synchronize_and(int barrier, int threads, bool holds) {
+  int all;
+  asm volatile(
+      "{\n\t.reg .pred one, all;\n\t"
+      "setp.ne.s32 one, %1, 0;\n\t"
+      "barrier.cta.red.and.pred all, %2, %3, one;\n\t"
+      "selp.s32 %0, 1, 0, all;\n\t}"
+      : "=r"(all)
+      : "r"(static_cast<int>(holds)), "r"(barrier), "r"(threads)
+      : "memory");
+  return all;
+}
+
 #if LOWBIT_BULK_COPIES
-__device__ __forceinline__ void start_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void start_barrier(uint64_t* barrier, int arrivals = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
 __device__ __forceinline__ void show_barriers_to_copies() {
@@ -53,6 +77,10 @@ __device__ __forceinline__ void copy(void* to, const void* from, int size, uint6
           shared_address(to)),
       "l"(from), "r"(size), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 __device__ __forceinline__ void wait(uint64_t* barrier, int parity) {

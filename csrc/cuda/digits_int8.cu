@@ -2,6 +2,6 @@
 
 namespace lowbit::cuda {
 
-template cudaError_t launch_digits<8>(Digits a, int group, DigitsPlan plan, cudaStream_t stream);
+template cudaError_t launch_digits<8>(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream);
 
 }  // namespace lowbit::cuda

@@ -1,4 +1,4 @@
-// Launches digits_linear: how many blocks, warps and stages, and how much of x a block holds at a time.
+// Launches digits_linear: how many blocks, warps and stages, and how much of x a warp holds at a time.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,13 +10,14 @@
 
 namespace lowbit::cuda {
 
-// 0: the launcher chooses.
+// 0: the launcher chooses. `early` -1: nothing starts before the kernel ahead has ended.
 struct DigitsPlan {
-  int warps, stages, early_stages;
+  int column_warps, tile_warps, stages, most_under_way, early;
 };
 
+// `m`: 1 or 2 rows of x; `group` a multiple of 32 up to 128, or 0 where the whole row is one.
 template <int bits>
-cudaError_t launch_digits(Digits a, int group, DigitsPlan plan, cudaStream_t stream);
+cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream);
 
 struct Device {
   int processors, memory, generation;  // generation: 80, 90, ...
@@ -39,10 +40,20 @@ inline cudaError_t this_device(int& index, Device& device) {
   return cudaSuccess;
 }
 
-template <int bits, int group, bool has_zero, int M>
+// Warps that share out the units of a row evenly: as many as there are, or of twelve to sixteen those that waste the least.
+inline int column_warps_for(int units) {
+  if (units <= most_warps_of_digits) return std::max(units, 1);
+  int best = most_warps_of_digits;
+  const auto waste = [&](int warps) { return (units + warps - 1) / warps * warps - units; };
+  for (int warps = best; warps >= 12; warps--)
+    if (waste(warps) < waste(best)) best = warps;
+  return best;
+}
+
+template <int bits, int grain, bool has_zero, int M>
 cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream) {
-  using U = Unit<bits, group, has_zero>;
-  const auto kernel = digits_linear<bits, group, has_zero, M>;
+  using U = Grained<bits, grain>;
+  const auto kernel = digits_linear<bits, grain, has_zero, M>;
   int index = 0;
   Device device = {};
   if (const cudaError_t error = this_device(index, device); error != cudaSuccess) return error;
@@ -60,38 +71,49 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   // that hides, and the weights may have been written by the kernel just before.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
-  const bool is_early = has_ring && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
+  const bool is_early = has_ring && capture == cudaStreamCaptureStatusActive && plan.early >= 0;
 
-  constexpr int tiles_of_block = M <= 4 ? 32 : 16;
-  const int64_t blocks = std::min(a.tiles, std::max<int64_t>(device.processors, (a.tiles + tiles_of_block - 1) / tiles_of_block));
+  const int64_t blocks = std::min(a.tiles, std::max<int64_t>(device.processors, (a.tiles + 31) / 32));
   a.fewest_tiles = static_cast<int>(a.tiles / blocks);
   a.blocks_with_more = static_cast<int>(a.tiles % blocks);
   const int most_tiles = a.fewest_tiles + (a.blocks_with_more > 0);
-  int warps = plan.warps;
+  a.column_warps = plan.column_warps ? std::min(plan.column_warps, std::max(a.units_of_row, 1)) : column_warps_for(a.units_of_row);
+  a.tile_warps = std::max(1, std::min(plan.tile_warps ? plan.tile_warps : 16 / a.column_warps, most_tiles));
+  while (a.column_warps * a.tile_warps > most_warps_of_digits) a.tile_warps--;
+  const int warps = a.column_warps * a.tile_warps, own = (a.units_of_row + a.column_warps - 1) / a.column_warps;
   const auto memory_with = [&](int stages, int units) {
-    return DigitsMemory(M, warps, stages, a.unit_size, U::steps, has_zero ? std::max(U::groups, 1) : 0, units, most_tiles).total;
+    const int slices = warps * units;
+    DigitsMemory at = {};
+    at.digits = (stages << a.log_of_run) * a.unit_size;
+    at.factors = at.digits + slices * U::columns * columns_of_digits<M>;
+    at.shares = at.factors + slices * 64;
+    at.partial = at.shares + (has_zero ? slices * U::grains * 32 : 0);
+    at.of_row = at.partial + most_tiles * a.column_warps * M * rows_of_tile * 4;
+    at.barriers = at.of_row + most_tiles * rows_of_tile * 8;
+    at.total = (at.barriers + 2 * stages * 8 + 15) / 16 * 16;
+    return at;
   };
-  const int fewest = has_ring ? 2 : 0, wanted = has_ring ? (plan.stages ? plan.stages : 3) : 0;
-  if (warps == 0) {  // more of them where they have more to do for each byte of weights, unless x has to come in passes then
-    warps = most_warps_of_digits;
-    const bool is_little = M == 1 && most_tiles * a.units_of_row < 100;
-    if (is_little || memory_with(M <= 2 ? wanted : fewest, a.units_of_row) > device.memory) warps = 8;
+  const int units = std::max(1, most_tiles * a.units_of_row);
+  const auto fewest = [&] { return !has_ring ? 0 : std::min(units, warps + (1 << a.log_of_run)) >> a.log_of_run; };
+  a.log_of_run = 2;  // one thread starts all copies, so each has to be of 8 KB and more
+  a.units_of_pass = std::max(own, 1);
+  while (a.units_of_pass > 1 && memory_with(fewest() + 1, a.units_of_pass).total > device.memory) {
+    a.units_of_pass = (a.units_of_pass + 1) / 2;
+    a.log_of_run = 0;
   }
-  a.units_of_pass = a.units_of_row;
-  while (a.units_of_pass > 1 && memory_with(fewest, a.units_of_pass) > device.memory) a.units_of_pass = (a.units_of_pass + 1) / 2;
-  a.stages = wanted;
-  while (a.stages > fewest && memory_with(a.stages, a.units_of_pass) > device.memory) a.stages--;
-  // Copies that start before x is there delay x: all are worth it where they are all that a warp has to copy, more than one
-  // where it has many. A ring no longer than needed leaves room for the next kernel's blocks.
-  const int units_of_warp = (most_tiles * a.units_of_row + warps - 1) / warps;
-  if (has_ring && !plan.stages) a.stages = std::min(a.stages, std::max(fewest, units_of_warp));
-  const int early = units_of_warp <= a.stages ? a.stages : units_of_warp > 10 ? 2 : 1;
-  a.early_stages = !is_early ? 0 : std::min(a.stages, plan.early_stages ? plan.early_stages : early);
+  a.stages = !has_ring ? 0 : std::min(plan.stages ? plan.stages : 64 >> a.log_of_run, (units - 1 >> a.log_of_run) + 1);
+  while (a.stages > 2 && memory_with(a.stages, a.units_of_pass).total > device.memory) a.stages--;
+  a.at = memory_with(a.stages, a.units_of_pass);
+  // Enough to keep the memory busy; more would keep the loads of x waiting, which matters less the more there is to copy.
+  const int run = a.unit_size << a.log_of_run;
+  const int64_t enough = std::clamp<int64_t>(int64_t{units} * a.unit_size / 4, 72 << 10, 104 << 10);
+  a.most_under_way = std::min(a.stages, plan.most_under_way ? plan.most_under_way : std::max(2, static_cast<int>(enough / run)));
+  a.is_early = is_early;
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(warps * 32);
-  config.dynamicSmemBytes = memory_with(a.stages, a.units_of_pass);
+  config.blockDim = dim3((warps + has_ring) * 32);
+  config.dynamicSmemBytes = a.at.total;
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -102,21 +124,16 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
 }
 
 template <int bits>
-cudaError_t launch_digits(Digits a, int group, DigitsPlan plan, cudaStream_t stream) {
-  const auto with = [&](auto size, auto zero) {
-    constexpr int group = size.value;
-    constexpr bool has_zero = zero.value;
-    return a.m == 1   ? launch_digits_kernel<bits, group, has_zero, 1>(a, plan, stream)
-           : a.m == 2 ? launch_digits_kernel<bits, group, has_zero, 2>(a, plan, stream)
-           : a.m <= 4 ? launch_digits_kernel<bits, group, has_zero, 4>(a, plan, stream)
-                      : launch_digits_kernel<bits, group, has_zero, 8>(a, plan, stream);
+cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream) {
+  const auto with = [&](auto grain, auto zero) {
+    return m == 1 ? launch_digits_kernel<bits, grain.value, zero.value, 1>(a, plan, stream)
+                  : launch_digits_kernel<bits, grain.value, zero.value, 2>(a, plan, stream);
   };
   const auto with_zero = [&](auto zero) {
     switch (group) {
-      case 32: return with(std::integral_constant<int, 32>(), zero);
-      case 64: return with(std::integral_constant<int, 64>(), zero);
-      case 128: return with(std::integral_constant<int, 128>(), zero);
-      default: return with(std::integral_constant<int, 0>(), zero);
+      case 32: return with(std::integral_constant<int, 1>(), zero);
+      case 64: return with(std::integral_constant<int, 2>(), zero);
+      default: return with(std::integral_constant<int, 4>(), zero);
     }
   };
   return a.has_zero ? with_zero(std::true_type()) : with_zero(std::false_type());

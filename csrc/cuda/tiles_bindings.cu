@@ -13,8 +13,12 @@
 
 namespace lowbit::cuda {
 
-extern template cudaError_t launch_digits<4>(Digits, int, DigitsPlan, cudaStream_t);
-extern template cudaError_t launch_digits<8>(Digits, int, DigitsPlan, cudaStream_t);
+extern template cudaError_t launch_digits<2>(Digits, int, int, DigitsPlan, cudaStream_t);
+extern template cudaError_t launch_digits<3>(Digits, int, int, DigitsPlan, cudaStream_t);
+extern template cudaError_t launch_digits<4>(Digits, int, int, DigitsPlan, cudaStream_t);
+extern template cudaError_t launch_digits<5>(Digits, int, int, DigitsPlan, cudaStream_t);
+extern template cudaError_t launch_digits<6>(Digits, int, int, DigitsPlan, cudaStream_t);
+extern template cudaError_t launch_digits<8>(Digits, int, int, DigitsPlan, cudaStream_t);
 
 }  // namespace lowbit::cuda
 
@@ -37,6 +41,18 @@ Stored stored_as(const Tensor& scale) {
   }
 }
 
+decltype(&launch_digits<4>) launcher_of(int64_t bits) {
+  switch (bits) {
+    case 2: return launch_digits<2>;
+    case 3: return launch_digits<3>;
+    case 4: return launch_digits<4>;
+    case 5: return launch_digits<5>;
+    case 6: return launch_digits<6>;
+    case 8: return launch_digits<8>;
+    default: return nullptr;
+  }
+}
+
 void check(const Tensor& t, const char* name, const Tensor& x, int64_t rows, int64_t columns) {
   const bool right = t.dim() == 2 && t.size(0) == rows && t.size(1) == columns;
   STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == x.get_device_index() && right, name, " must be on the device of x and [",
@@ -44,16 +60,18 @@ void check(const Tensor& t, const char* name, const Tensor& x, int64_t rows, int
 }
 
 Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any,
-                        std::optional<Tensor> bias_any, int64_t bits, int64_t group_size, int64_t warps, int64_t stages,
-                        int64_t early_stages) {
+                        std::optional<Tensor> bias_any, int64_t bits, int64_t group_size, int64_t column_warps,
+                        int64_t tile_warps, int64_t stages, int64_t most_under_way, int64_t early) {
   const ScalarType dtype = x_any.scalar_type();
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
                   "x must be float16 or bfloat16 [..., K] on a CUDA device");
   STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
-  STD_TORCH_CHECK(bits == 4 || bits == 8, "bits must be 4 or 8, got ", bits);
+  const auto launch = launcher_of(bits);
+  STD_TORCH_CHECK(launch != nullptr, "bits must be 2, 3, 4, 5, 6 or 8, got ", bits);
   STD_TORCH_CHECK(group_size == -1 || group_size == 32 || group_size == 64 || group_size == 128,
                   "group_size must be -1, 32, 64 or 128, got ", group_size);
-  STD_TORCH_CHECK(warps >= 0 && warps <= most_warps_of_digits, "warps must be 0..", most_warps_of_digits, ", got ", warps);
+  STD_TORCH_CHECK(column_warps >= 0 && column_warps <= most_warps_of_digits, "column_warps must be 0..", most_warps_of_digits,
+                  ", got ", column_warps);
   const torch::stable::accelerator::DeviceGuard guard(x_any.get_device_index());
   const Tensor x = torch::stable::contiguous(x_any), scale = torch::stable::contiguous(scale_any);
   Tensor packed = torch::stable::contiguous(packed_any), zero = scale, bias = scale;  // kept until the launch
@@ -69,12 +87,11 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   int64_t m = 1;
   for (size_t i = 0; i + 1 < shape.size(); i++) m *= shape[i];
   STD_TORCH_CHECK(m <= most_rows_of_digits, "x must have at most ", most_rows_of_digits, " rows, got ", m);
-
-  a.m = static_cast<int>(m);
+  a.row_is_group = group_size == -1 && a.k > 0;  // without columns there is no scale
   a.scale_stored = stored_as(scale);
   a.scale_size = a.scale_stored == Stored::float32 ? 4 : 2;
   a.has_zero = zero_any.has_value();
-  const int columns = bits == 4 ? 512 : 256, groups = group_size == -1 ? 0 : columns / static_cast<int>(group_size);
+  const int columns = bits <= 4 ? 512 : 256, groups = group_size == -1 ? 0 : columns / static_cast<int>(group_size);
   a.tiles = (a.n + rows_of_tile - 1) / rows_of_tile;
   a.units_of_row = (a.k + columns - 1) / columns;
   const int used = rows_of_tile * (columns * static_cast<int>(bits) / 8 + groups * (a.scale_size + a.has_zero));
@@ -105,10 +122,9 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
 
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
-  const int group = group_size == -1 ? (a.k ? 0 : 32) : static_cast<int>(group_size);  // without columns there is no scale
-  const DigitsPlan plan = {static_cast<int>(warps), static_cast<int>(stages), static_cast<int>(a.k ? early_stages : -1)};
-  const auto launch = bits == 4 ? launch_digits<4> : launch_digits<8>;
-  const cudaError_t error = launch(a, group, plan, static_cast<cudaStream_t>(stream));
+  const DigitsPlan plan = {static_cast<int>(column_warps), static_cast<int>(tile_warps), static_cast<int>(stages),
+                           static_cast<int>(most_under_way), static_cast<int>(a.k ? early : -1)};
+  const cudaError_t error = launch(a, static_cast<int>(m), group_size == -1 ? 0 : static_cast<int>(group_size), plan, static_cast<cudaStream_t>(stream));
   STD_TORCH_CHECK(error == cudaSuccess, "the kernel could not be launched: ", cudaGetErrorString(error));
   return y;
 }
@@ -118,7 +134,7 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
   m.def(
       "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? bias, int bits, int group_size, "
-      "int warps=0, int stages=0, int early_stages=0) -> Tensor");
+      "int column_warps=0, int tile_warps=0, int stages=0, int most_under_way=0, int early=0) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("digits_linear", TORCH_BOX(&linear_by_digits)); }

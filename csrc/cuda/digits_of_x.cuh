@@ -1,0 +1,117 @@
+// One or two rows of x as integers, in digits that the integer tensor cores take as operand B.
+//
+// In each slice of a unit's columns X = round(x 2^(21 - e)) where 2^e <= max|x| < 2^(e + 1), an error of at most 2^-22 of the
+// slice's largest element. X is written in three balanced digits to the base 256 (each -128..127), and the digits are columns
+// of operand B of mma.m16n8k32: two rows of x fill six of its eight columns, which 16-bit rows would leave empty.
+//
+// The warp that multiplies a slice by the weights is the one that makes its digits, so that no other waits for it.
+#pragma once
+
+#include "numbers.cuh"
+
+namespace lowbit::cuda {
+
+// Row 0 has columns 0, 1, 2 for digits 0, 1, 2 and row 1 has 4, 5, 3: a lane's two columns of the product are two digits of
+// one row, or the third digits of both.
+template <int M>
+constexpr int columns_of_digits = M == 1 ? 3 : 6;
+__device__ __forceinline__ constexpr int column_of(int row, int digit) {
+  return row == 0 ? digit : digit == 2 ? 3 : 4 + digit;
+}
+
+// The column that the lanes of a column of the product read. Those beyond the digits read some of them again, from other banks
+// than their neighbours do: what they make is never looked at.
+template <int M>
+__device__ __forceinline__ int column_read(int column) {
+  return column < columns_of_digits<M> ? column : column % 2;
+}
+
+// Two steps of 32 columns of x: what a lane of a column feeds into both lies together, 16 bytes.
+template <int M>
+constexpr int pair_size = columns_of_digits<M> * 64;
+
+__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float(static_cast<uint32_t>(e + 127) << 23); }
+
+__device__ __forceinline__ float2 two_of(uint32_t word, bool is_half) {
+  if (is_half) return __half22float2(*reinterpret_cast<const __half2*>(&word));
+  return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+}
+
+// The elements of a slice of x that meet a lane's codes: in each step of 32 columns four pairs, eight columns apart; four
+// lanes have a step in each 256. Zeros beyond the row.
+template <int parts>
+__device__ __forceinline__ void load_slice(const uint16_t* x, int first, int k, bool on_4_bytes, uint32_t (&words)[parts][4]) {
+  const int lane = threadIdx.x % 32, column = first + lane / 4 * 32 + lane % 4 * 2;
+  if (on_4_bytes && first + parts * 256 <= k) {
+#pragma unroll
+    for (int i = 0; i < parts * 4; i++)
+      words[i / 4][i % 4] = *reinterpret_cast<const uint32_t*>(x + column + i / 4 * 256 + i % 4 * 8);
+  } else {
+#pragma unroll
+    for (int i = 0; i < parts * 4; i++) {
+      const int at = column + i / 4 * 256 + i % 4 * 8;
+      words[i / 4][i % 4] = (at < k ? x[at] : 0) | (at + 1 < k ? static_cast<uint32_t>(x[at + 1]) << 16 : 0);
+    }
+  }
+}
+
+// The digits of one slice of a row of x, by one warp. Digit d of it counts
+// 2^(e - 21 + 8 d - shift): `factors` are, for each of a lane's two columns of the product, that in two factors, since one
+// may be no fp32 number where x is subnormal. Returns whether all of the slice is finite; where it is not its digits are 0.
+template <int parts, int M>
+__device__ __forceinline__ bool digits_of_slice(const uint32_t (&words)[parts][4], bool is_half, int row, int shift,
+                                                uint8_t* digits, float2* factors) {
+  const int lane = threadIdx.x % 32;
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < parts; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) most = __vmaxu2(most, words[i][j] & 0x7fff7fffu);
+  most = __reduce_max_sync(0xffffffffu, max(most & 0xffffu, most >> 16));
+  const bool is_finite = most < (is_half ? 0x7c00u : 0x7f80u);
+  float largest = two_of(most, is_half).x;
+  const bool is_tiny = largest < 0x1p-100f;
+  if (is_tiny) largest *= 0x1p100f;
+  const int e = most && is_finite ? static_cast<int>(__float_as_uint(largest) >> 23) - 127 : 0;
+  const float factor = power_of_two(21 - e);
+#pragma unroll
+  for (int i = 0; i < parts; i++) {
+    float x[8];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float2 two = two_of(words[i][j], is_half);
+      x[2 * j] = two.x, x[2 * j + 1] = two.y;
+    }
+    if (is_tiny || !is_finite) {
+#pragma unroll
+      for (int j = 0; j < 8; j++) x[j] = is_finite ? x[j] * 0x1p100f : 0.0f;
+    }
+    uint32_t biased[8];  // X + 128 (1 + 256 + 65536): its bytes are the digits, each plus 128
+#pragma unroll
+    for (int j = 0; j < 8; j++)  // 1.5 2^23 + X is a float whose low bits are X
+      biased[j] = __float_as_uint(fmaf(x[j], factor, 12582912.0f)) + (0x808080u - 0x4b400000u);
+    uint2 digit[3];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {  // bytes in the order of a lane's elements 0, 2, 1, 3
+      const uint32_t* b = biased + 4 * half;
+      const uint32_t even = __byte_perm(b[0], b[2], 0x5140), odd = __byte_perm(b[1], b[3], 0x5140);
+      const uint32_t top = __byte_perm(__byte_perm(b[0], b[2], 0x62), __byte_perm(b[1], b[3], 0x62), 0x5410);
+      (half ? digit[0].y : digit[0].x) = __byte_perm(even, odd, 0x5410) ^ 0x80808080u;
+      (half ? digit[1].y : digit[1].x) = __byte_perm(even, odd, 0x7632) ^ 0x80808080u;
+      (half ? digit[2].y : digit[2].x) = top ^ 0x80808080u;
+    }
+    const int step = i * 8 + lane / 4;
+    uint8_t* to = digits + step / 2 * pair_size<M> + lane % 4 * 16 + step % 2 * 8;
+#pragma unroll
+    for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(to + column_of(row, d) * 64) = digit[d];
+  }
+  if (lane < 8) {  // factors of column lane, the second of lane / 2
+    const int digit = M == 1 ? (lane % 4 == 2 ? 2 : lane % 2) : lane / 2 == 1 ? 2 : lane % 2;
+    const int of_row = M == 1 ? 0 : lane == 3 || lane / 2 == 2;
+    const int power = (is_tiny ? e - 100 : e) - 21 + 8 * digit - shift, one = power >> 1;
+    if (of_row == row) factors[lane] = {power_of_two(one), power_of_two(power - one)};
+  }
+  return is_finite;
+}
+
+}  // namespace lowbit::cuda

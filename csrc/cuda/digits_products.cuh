@@ -1,0 +1,191 @@
+// The products of a unit of weights (tiles.cuh) and the digits of x (digits_of_x.cuh) on the integer tensor cores.
+//
+// A code of fewer than eight bits is used in the upper bits of a byte, 2^(8 - bits) q, which costs a shift and an AND for four
+// codes of a plane. Products and the sums of a group are exact integers, and so is the zero point's share, z times the sums
+// of the digits. From there on fp32: the group's scale, and the sum of groups.
+#pragma once
+
+#include "digits_of_x.cuh"
+#include "tiles.cuh"
+
+namespace lowbit::cuda {
+
+// `grain`: the steps of 32 columns of which a sum is an integer; a group has as many, or the whole row is one group.
+template <int bits, int grain>
+struct Grained {
+  static constexpr int columns = bits <= 4 ? 512 : 256, steps = columns / 32, grains = steps / grain;
+  static constexpr int code_bytes = rows_of_tile * columns * bits / 8;
+  __device__ static constexpr int zero_at(int scale_size) { return code_bytes + rows_of_tile * grains * scale_size; }
+};
+
+template <bool is_signed>
+__device__ __forceinline__ void multiply(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (is_signed)
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Adds the plane of `width` bits to the bytes of operand A for a step.
+template <int bits, int width>
+__device__ __forceinline__ void add_plane(const uint8_t*& lane_codes, int& low, int step, uint32_t (&a)[4]) {
+  if constexpr (bits & width) {
+    constexpr int fields = 8 / width, columns = bits <= 4 ? 512 : 256;
+    const uint4 four = *reinterpret_cast<const uint4*>(lane_codes + step / fields * 512);
+    const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+    const int to = 8 - bits + low, shift = to - step % fields * width;
+    const uint32_t mask = (((1u << width) - 1) << to) * 0x01010101u;
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] |= (shift >= 0 ? words[i] << shift : words[i] >> -shift) & mask;
+    lane_codes += rows_of_tile * columns * width / 8;
+    low += width;
+  }
+}
+
+// The codes of a step, times 2^(8 - bits), as the registers of operand A.
+template <int bits>
+__device__ __forceinline__ void operand(const uint8_t* lane_codes, int step, uint32_t (&a)[4]) {
+  int low = 0;
+  a[0] = a[1] = a[2] = a[3] = 0;
+  add_plane<bits, 8>(lane_codes, low, step, a);
+  add_plane<bits, 4>(lane_codes, low, step, a);
+  add_plane<bits, 2>(lane_codes, low, step, a);
+  add_plane<bits, 1>(lane_codes, low, step, a);
+}
+
+template <int bits, int width>
+__device__ __forceinline__ void add_field_of_tile(const uint8_t*& plane, int& low, int row, int column, uint32_t& code) {
+  if constexpr (bits & width) {
+    code |= code_of_tile<width>(plane, row, column) << low;
+    plane += Grained<bits, 1>::code_bytes / bits * width;
+    low += width;
+  }
+}
+
+// One code of a unit.
+template <int bits>
+__device__ __forceinline__ uint32_t code_of_unit(const uint8_t* unit, int row, int column) {
+  uint32_t code = 0;
+  int low = 0;
+  add_field_of_tile<bits, 8>(unit, low, row, column, code);
+  add_field_of_tile<bits, 4>(unit, low, row, column, code);
+  add_field_of_tile<bits, 2>(unit, low, row, column, code);
+  add_field_of_tile<bits, 1>(unit, low, row, column, code);
+  return code;
+}
+
+// What a zero point of 1 adds to the sums of each group, less than nothing: eight columns for a group, by one warp. One row of x
+// leaves columns for a second group: its digits have columns 4, 5, 6.
+template <int bits, int grain, int M>
+__device__ __forceinline__ void shares_of_zero(const uint8_t* digits, int* shares) {
+  using U = Grained<bits, grain>;
+  constexpr int at_a_time = M == 1 ? 2 : 1;
+  const int lane = threadIdx.x % 32, second = M == 1 && lane >= 16;
+  const uint32_t ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+  const uint8_t* lane_digits = digits + (M == 1 ? min(lane / 4 % 4, 2) : column_read<M>(lane / 4)) * 64 + lane % 4 * 16;
+#pragma unroll
+  for (int g = 0; g < U::grains; g += at_a_time) {
+    int c[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < grain; i++) {
+      const int step = (g + second) * grain + i;
+      const uint2 b = *reinterpret_cast<const uint2*>(lane_digits + step / 2 * pair_size<M> + step % 2 * 8);
+      multiply<true>(c, ones, b.x, b.y);
+    }
+    if (lane < 4) {
+      const int t = M == 1 ? lane % 2 : lane, of = M == 1 ? g + lane / 2 : g;
+      *reinterpret_cast<int2*>(shares + of * 8 + t * 2) = {-c[0] << (8 - bits), -c[1] << (8 - bits)};
+    }
+  }
+}
+
+// How a unit's groups are stored.
+struct Groups {
+  Stored stored;
+  int scale_size;
+  bool are_inside;   // else the whole row is a group, and its scale is applied at the end
+  int2 zero_of_row;  // of a lane's two rows
+};
+
+// The scales of a lane's two rows, in as many groups one behind the other.
+template <int count>
+__device__ __forceinline__ void scales_of(const uint8_t* scales, const Groups& groups, float2 (&scale)[count]) {
+  const int row = threadIdx.x % 32 / 4 * 2;
+  if (!groups.are_inside) {
+#pragma unroll
+    for (int g = 0; g < count; g++) scale[g] = {1.0f, 1.0f};
+  } else if (groups.stored == Stored::float32) {
+#pragma unroll
+    for (int g = 0; g < count; g++) scale[g] = *reinterpret_cast<const float2*>(scales + (g * rows_of_tile + row) * 4);
+  } else if (groups.stored == Stored::bfloat16) {
+#pragma unroll
+    for (int g = 0; g < count; g++) scale[g] = two_of(*reinterpret_cast<const uint32_t*>(scales + (g * rows_of_tile + row) * 2), false);
+  } else {
+#pragma unroll
+    for (int g = 0; g < count; g++) scale[g] = two_of(*reinterpret_cast<const uint32_t*>(scales + (g * rows_of_tile + row) * 2), true);
+  }
+}
+
+// Products of a lane: rows lane / 4 and that + 8, columns 2 (lane % 4) and that + 1. One product waits for the one before it
+// in its sum, so two sums of four steps are under way at a time. Columns beyond those of digits are never looked at.
+template <int bits, int grain, bool has_zero, int M>
+__device__ __forceinline__ void products_of_unit(const uint8_t* unit, const uint8_t* digits, const int* shares, const Groups& groups,
+                                                 float (&sum)[4]) {
+  using U = Grained<bits, grain>;
+  constexpr int length = 4, span = 2 * length, groups_of_span = span / grain, groups_of_chain = length / grain;
+  const int lane = threadIdx.x % 32;
+  const uint8_t* lane_codes = unit + lane * 16;
+  const uint8_t* lane_digits = digits + column_read<M>(lane / 4) * 64 + lane % 4 * 16;
+  const uint8_t* zeros = unit + U::zero_at(groups.scale_size) + lane / 4 * 2;
+#pragma unroll
+  for (int from = 0; from < U::steps; from += span) {
+    float2 scale[groups_of_span];
+    scales_of(unit + U::code_bytes + from / grain * rows_of_tile * groups.scale_size, groups, scale);
+    int c[2][4];
+#pragma unroll
+    for (int at = 0; at < length; at += 2) {
+      uint4 b[2];
+#pragma unroll
+      for (int j = 0; j < 2; j++) b[j] = *reinterpret_cast<const uint4*>(lane_digits + (from + j * length + at) / 2 * pair_size<M>);
+#pragma unroll
+      for (int step = at; step < at + 2; step++) {
+#pragma unroll
+        for (int j = 0; j < 2 && step % grain == 0; j++) {  // from 1.5 2^23 on: sums of 128 products are the low bits of a float
+          c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4b400000;
+          if (has_zero) {
+            const int g = (from + j * length + step) / grain;
+            int2 zero = groups.zero_of_row;
+            if (groups.are_inside) {
+              const uint32_t two = *reinterpret_cast<const uint16_t*>(zeros + g * rows_of_tile);
+              zero = {static_cast<int>(two & 0xff), static_cast<int>(two >> 8)};
+            }
+            const int2 share = *reinterpret_cast<const int2*>(shares + g * 8 + lane % 4 * 2);
+            c[j][0] += zero.x * share.x;
+            c[j][1] += zero.x * share.y;
+            c[j][2] += zero.y * share.x;
+            c[j][3] += zero.y * share.y;
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          uint32_t codes[4];
+          operand<bits>(lane_codes, from + j * length + step, codes);
+          multiply<!has_zero>(c[j], codes, step % 2 ? b[j].z : b[j].x, step % 2 ? b[j].w : b[j].y);
+        }
+        if ((step + 1) % grain) continue;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const float2 f = scale[j * groups_of_chain + step / grain];
+#pragma unroll
+          for (int i = 0; i < 4; i++) sum[i] = fmaf(__int_as_float(c[j][i]) - 12582912.0f, i < 2 ? f.x : f.y, sum[i]);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace lowbit::cuda
