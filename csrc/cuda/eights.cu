@@ -56,6 +56,7 @@ Plan plan_for(int64_t m, int64_t n, int steps, Codes codes, int processors) {
   double least = 0;
   const int64_t columns = static_cast<int64_t>(steps) * columns_of_stage;
   const double read = static_cast<double>(n) * columns / (codes == Codes::int4 ? 8e6 : 4e6);  // W alone
+  const double slower = codes == Codes::int4 ? 1.6 : 1.0;  // codes come apart, and every group's sums leave the tensor cores
   for (const Cost& cost : costs) {
     if (cost.rows == 256 && codes != Codes::int8) continue;
     if (cost.rows > 16 && cost.rows >= 4 * m) continue;
@@ -69,7 +70,7 @@ Plan plan_for(int64_t m, int64_t n, int steps, Codes codes, int processors) {
       double waves = blocks / (processors * shared * (parts > 2 ? 0.9 : 1.0));
       if (waves < 4) waves = std::max<double>(1, static_cast<int>(waves + 0.999));
       const double adding = (parts > 2 ? parts / 2 : parts - 1) * (1.5 + cost.rows / 16.0);
-      const double stages = std::max(waves * ((steps + parts - 1) / parts) * cost.stage * shared, read);
+      const double stages = std::max(waves * ((steps + parts - 1) / parts) * cost.stage * slower * shared, read);
       const double time = stages + waves * (cost.tile + adding);
       if (best.rows == 0 || time < least) {
         least = time;

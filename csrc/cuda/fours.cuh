@@ -32,18 +32,17 @@ __device__ __forceinline__ void multiply_fours(const Product8& a, Ring<T, 4> rin
     const int first = a.splits_columns ? static_cast<int>(static_cast<int64_t>(a.steps) * block / a.blocks_of_cluster) : 0;
     const int last = a.splits_columns ? static_cast<int>(static_cast<int64_t>(a.steps) * (block + 1) / a.blocks_of_cluster) : a.steps;
 
-    // Scales are read a stage ahead. Beyond the edge the codes are zeros, and any scale will do.
-    float next[groups][2];
+    // The four lanes of a row read the scales of one stage each, four stages ahead of their use. Beyond the edge the codes are
+    // zeros, and any scale will do.
+    float coming[groups][2], held[groups][2];
     const auto read_scales = [&](int step) {
 #pragma unroll
       for (int g = 0; g < groups; g++) {
-        const int column = step * columns_of_stage + g * steps_of_group * 32;
+        const int column = min(step + lane % 4, last - 1) * columns_of_stage + g * steps_of_group * 32;
         const int group = a.columns_of_group == 0 ? 0 : min(column / a.columns_of_group, a.groups - 1);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int64_t at = min(n + 8 * h, a.n - 1);
-          next[g][h] = number_at(a.w_scale, a.w_scale_stored, at * a.w_scale_stride + group);
-        }
+        for (int h = 0; h < 2; h++)
+          coming[g][h] = number_at(a.w_scale, a.w_scale_stored, min(n + 8 * h, a.n - 1) * a.w_scale_stride + group);
       }
     };
     float sums[T / 2];
@@ -51,10 +50,17 @@ __device__ __forceinline__ void multiply_fours(const Product8& a, Ring<T, 4> rin
     for (int e = 0; e < T / 2; e++) sums[e] = 0;
     read_scales(first);
     for (int step = first; step < last; step++, ring.advance()) {
+      const int turn = (step - first) % 4;
+      if (turn == 0) {
+#pragma unroll
+        for (int g = 0; g < groups; g++) held[g][0] = coming[g][0], held[g][1] = coming[g][1];
+        read_scales(step + 4);
+      }
       float scale[groups][2];
 #pragma unroll
-      for (int g = 0; g < groups; g++) scale[g][0] = next[g][0], scale[g][1] = next[g][1];
-      read_scales(min(step + 1, last - 1));
+      for (int g = 0; g < groups; g++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) scale[g][h] = __shfl_sync(~0u, held[g][h], turn, 4);
       wait_for(ring.full(), ring.turn);
       uint32_t codes[steps][4];
 #pragma unroll
