@@ -253,7 +253,8 @@ struct Floats {
   // Which of two numbers, before the multiplication, have a code for infinity or NaN; and the bits that make them one.
   static constexpr uint32_t ones = top == Top::infinity ? twice(((1u << (15 - mantissa)) - 1) << mantissa) : 0x7fff7fffu;
   static __device__ __forceinline__ uint32_t beyond(uint32_t moved) {
-    constexpr uint32_t last = (1u << (bits - 1)) - 1, least_code = top == Top::infinity ? last >> (bits - 1 - exponent) << (bits - 1 - exponent) : last;
+    constexpr int below = bits - 1 - exponent;  // bits of the mantissa
+    constexpr uint32_t last = (1u << (bits - 1)) - 1, least_code = top == Top::infinity ? last >> below << below : last;
     const uint32_t least = twice(least_code << (mantissa + 1 + exponent - bits));
     if constexpr (mantissa == 7) {
       return __hge2_mask(reinterpret_cast<const __nv_bfloat162&>(moved), reinterpret_cast<const __nv_bfloat162&>(least));

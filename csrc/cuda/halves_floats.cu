@@ -17,7 +17,8 @@ cudaError_t launch(const Halves& a, bool x_is_half, HalvesPlan plan, cudaStream_
 
 }  // namespace
 
-cudaError_t launch_halves_of_floats(const Halves& a, int bits, int exponent, bool x_is_half, HalvesPlan plan, cudaStream_t stream) {
+cudaError_t launch_halves_of_floats(const Halves& a, int bits, int exponent, bool x_is_half, HalvesPlan plan,
+                                    cudaStream_t stream) {
   using E2m1 = Of<4, 2, Top::number>;
   if (a.scale_type == ScaleType::e4m3) return launch_halves_of<E2m1::Family, Scales::e4m3, 16>(a, x_is_half, plan, stream);
   if (bits == 4) return launch<E2m1>(a, x_is_half, plan, stream);

@@ -46,10 +46,11 @@ struct HalvesPlan {
   int warps, stages, early_stages;
 };
 
-// Each takes a group of 32, 64, 128 columns or the row under plain scales, or what is said beside it.
-cudaError_t launch_halves_of_integers(const Halves& a, int bits, bool x_is_half, HalvesPlan plan, cudaStream_t stream);  // 8: also e8m0, 32
+// Each takes a group of 32, 64, 128 columns or the row under plain scales; integers of 8 bits and floats a group of 32 under
+// e8m0 as well, and e2m1 one of 16 under e4m3.
+cudaError_t launch_halves_of_integers(const Halves& a, int bits, bool x_is_half, HalvesPlan plan, cudaStream_t stream);
 cudaError_t launch_halves_of_floats(const Halves& a, int bits, int exponent, bool x_is_half, HalvesPlan plan,
-                                    cudaStream_t stream);  // also e8m0, 32; e2m1: also e4m3, 16
+                                    cudaStream_t stream);
 cudaError_t launch_halves_of_quantiles(const Halves& a, bool x_is_half, HalvesPlan plan, cudaStream_t stream);
 
 }  // namespace lowbit::cuda
