@@ -104,9 +104,9 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   a.stages = !has_ring ? 0 : std::min(plan.stages ? plan.stages : 64 >> a.log_of_run, (units - 1 >> a.log_of_run) + 1);
   while (a.stages > 2 && memory_with(a.stages, a.units_of_pass).total > device.memory) a.stages--;
   a.at = memory_with(a.stages, a.units_of_pass);
-  // Enough to keep the memory busy; more would keep the loads of x waiting, which matters less the more there is to copy.
+  // Enough to keep the memory busy; more would keep the loads of x waiting, which matters less the longer the copies take.
   const int run = a.unit_size << a.log_of_run;
-  const int64_t enough = std::clamp<int64_t>(int64_t{units} * a.unit_size / 4, 72 << 10, 104 << 10);
+  const int64_t enough = std::clamp<int64_t>(int64_t{units} * a.unit_size / 4, 36 << 10, (bits == 8 ? 104 : 72) << 10);
   a.most_under_way = std::min(a.stages, plan.most_under_way ? plan.most_under_way : std::max(2, static_cast<int>(enough / run)));
   a.is_early = is_early;
 
