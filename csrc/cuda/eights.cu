@@ -29,10 +29,12 @@ Encode encoder() {
 bool describe(CUtensorMap& map, const Operand& from, int64_t rows, int bits, int box_rows) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(from.bytes), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(from.stride)};
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(columns_of_stage * bits / 8), static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(columns_of_stage * bits / 8), static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[] = {1, 1};
+  const CUtensorMapSwizzle swizzle = bits == 8 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const Encode encode = encoder();
   return encode && encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(from.data), sizes, strides, box, steps,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, bits == 8 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -54,9 +56,10 @@ constexpr Cost costs[] = {{16, 0.45, 2.0}, {64, 0.33, 4.0}, {128, 0.40, 3.0}, {2
 Plan plan_for(int64_t m, int64_t n, int steps, Codes codes, int processors) {
   Plan best = {};
   double least = 0;
+  // Codes of 4 bits come apart, and every group's sums leave the tensor cores.
+  const double slower = codes == Codes::int4 ? 1.6 : 1.0;
   const int64_t columns = static_cast<int64_t>(steps) * columns_of_stage;
   const double read = static_cast<double>(n) * columns / (codes == Codes::int4 ? 8e6 : 4e6);  // W alone
-  const double slower = codes == Codes::int4 ? 1.6 : 1.0;  // codes come apart, and every group's sums leave the tensor cores
   for (const Cost& cost : costs) {
     if (cost.rows == 256 && codes != Codes::int8) continue;
     if (cost.rows > 16 && cost.rows >= 4 * m) continue;

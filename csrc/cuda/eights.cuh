@@ -36,7 +36,7 @@ struct Product8 {
   void* y;
   int64_t w_scale_stride, m, n;
   int groups, columns_of_group;  // of W; columns_of_group: 0 where the whole row is one
-  int steps;  // stages' worth of columns
+  int steps;                     // stages' worth of columns
   int tiles_m, tiles_n, stages, blocks_of_cluster;
   bool splits_columns;
   bool can_store_16_bytes;  // y and its rows lie on 16 bytes
@@ -54,8 +54,10 @@ constexpr int bytes_of_staging = T >= 128 ? 8192 : 0;
 template <int T, int bits>
 struct Memory {
   static constexpr int stage = bytes_of_w<bits> + T * columns_of_stage;
-  static constexpr int scales = T >= 128 ? 2 * T * 4 : 0;       // those of x, for each warpgroup
-  static constexpr int size(int stages) { return 1024 + stages * stage + 2 * bytes_of_staging<T> + scales + 2 * 8 * most_stages; }
+  static constexpr int scales = T >= 128 ? 2 * T * 4 : 0;  // those of x, for each warpgroup
+  static constexpr int size(int stages) {
+    return 1024 + stages * stage + 2 * bytes_of_staging<T> + scales + 2 * 8 * most_stages;
+  }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
