@@ -1,11 +1,7 @@
 // lowbit_cuda::tiles_linear: checks what it is given and launches gemm.cuh on torch's current stream.
 #include <cuda_runtime_api.h>
 #include <cudaTypedefs.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <array>
 #include <atomic>
@@ -14,6 +10,7 @@
 #include <vector>
 
 #include "gemm_launch.h"
+#include "host.h"
 
 namespace lowbit::cuda {
 
@@ -102,9 +99,9 @@ Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::opti
   STD_TORCH_CHECK(group_size == -1 || group_size == 16 || group_size == 32 || group_size == 64 || group_size == 128,
                   "group_size must be -1, 16, 32, 64 or 128, got ", group_size);
   STD_TORCH_CHECK(parts >= 0 && parts <= 8, "parts must be 0..8, got ", parts);
-  const torch::stable::accelerator::DeviceGuard guard(x_any.get_device_index());
-  const Tensor scale = torch::stable::contiguous(scale_any);
-  Tensor x = torch::stable::contiguous(x_any), packed = torch::stable::contiguous(packed_any);
+  const OnDevice guard(x_any.get_device_index());
+  const Tensor scale = dense(scale_any);
+  Tensor x = dense(x_any), packed = dense(packed_any);
   Tensor zero = scale, outer = scale, bias = scale;  // kept until the launch
   if (!is_on_16_bytes(packed.const_data_ptr())) packed = torch::stable::clone(packed);
 
@@ -131,24 +128,24 @@ Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::opti
   a.units = static_cast<const uint8_t*>(packed.const_data_ptr());
   a.scale = scale.const_data_ptr();
   if (zero_any) {
-    zero = torch::stable::contiguous(*zero_any);
+    zero = dense(*zero_any);
     check(zero, "zero_point", x, a.n, scale.size(1));
     STD_TORCH_CHECK(zero.scalar_type() == ScalarType::Byte, "zero_point must be uint8, got ",
                     torch::headeronly::toString(zero.scalar_type()));
     if (!a.unit.groups) a.zero_point = static_cast<const uint8_t*>(zero.const_data_ptr());
   }
   if (outer_any) {
-    outer = torch::stable::contiguous(*outer_any);
+    outer = dense(*outer_any);
     STD_TORCH_CHECK(outer.is_cuda() && outer.numel() == 1 && outer.scalar_type() == ScalarType::Float, "outer must be one float32");
     a.outer = static_cast<const float*>(outer.const_data_ptr());
   }
   if (bias_any) {
     STD_TORCH_CHECK(bias_any->is_cuda() && bias_any->dim() == 1 && bias_any->numel() == a.n && bias_any->scalar_type() == dtype,
                     "bias must have the dtype and device of x and shape [", a.n, "]");
-    bias = torch::stable::contiguous(*bias_any);
+    bias = dense(*bias_any);
     a.bias = bias.const_data_ptr();
   }
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = empty_like(x, shape);
   if (m == 0 || a.n == 0) return y;
   if (!is_on_16_bytes(x.const_data_ptr())) x = torch::stable::clone(x);
   a.y = y.mutable_data_ptr();
