@@ -100,20 +100,31 @@ def tiles(scheme: str, n: int, k: int) -> QTensor:
     return QTensor.quantize(torch.randn(n, k, dtype=torch.bfloat16, device="cuda") / k**0.5, scheme).to_layout("tiles")
 
 
+def row_of_tiles(m: int) -> str:
+    """The row that multiplies m rows of x by integers in tiles on this device; the last ones are Hopper's."""
+    if m > 8 and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no row for many rows of x from tiles on this device")
+    return next(name for most, name in ROWS_OF_TILES if m <= most)
+
+
+ROWS_OF_TILES = ((2, "cuda_tiles_digits"), (8, "cuda_tiles_halves"), (64, "cuda_tiles_gemm"), (10**9, "cuda_tiles_gemm_rounded"))
+
+
 @pytest.mark.parametrize("scheme", ["int4", "int4_sym", "int8", "int3", "int6", "int5_g32"])
-@pytest.mark.parametrize("m", [1, 2, 3, 8])
+@pytest.mark.parametrize("m", [1, 2, 3, 8, 9, 64, 300])
 def test_tiles_give_the_same_bits_in_every_run(scheme, m):
+    row = row_of_tiles(m)
     w = tiles(scheme, 2100, 3000)
     x = torch.randn(m, 3000, dtype=torch.bfloat16, device="cuda")
     with lowbit.trace_kernels() as trace:
         y = torch.nn.functional.linear(x, w)
-    assert set(trace.kernels()) == {"cuda_tiles_digits" if m <= 2 else "cuda_tiles_halves"}
+    assert set(trace.kernels()) == {row}
     assert all(torch.equal(torch.nn.functional.linear(x, w), y) for _ in range(100))
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int4_g32", "uint4:row:zint:bf16", "int8", "int8_g64", "int3", "int5", "int6_sym"])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("m", [2, 3])
+@pytest.mark.parametrize("m", [2, 3, 20, 70])
 def test_tiles_take_x_that_is_not_finite(scheme, value, m):
     w = tiles(scheme, 40, 1000)
     x = torch.randn(m, 1000, dtype=torch.float16, device="cuda")
@@ -126,11 +137,12 @@ def test_tiles_take_x_that_is_not_finite(scheme, value, m):
     assert not y[1].isfinite().any()
 
 
-@pytest.mark.parametrize("scheme", ["int4", "int8"])
-def test_layers_in_tiles_follow_one_another_in_a_graph(scheme):
+@pytest.mark.parametrize("scheme", ["int4", "int8", "mxfp4"])
+@pytest.mark.parametrize("m", [1, 5, 16, 100])
+def test_layers_in_tiles_follow_one_another_in_a_graph(scheme, m):
     """Each kernel of the graph starts before the one that writes its x has ended."""
     layers = [tiles(scheme, 1024, 1024) for _ in range(30)]
-    x = torch.randn(1, 1024, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(m, 1024, dtype=torch.bfloat16, device="cuda")
 
     def stack():
         y = x
@@ -146,6 +158,34 @@ def test_layers_in_tiles_follow_one_another_in_a_graph(scheme):
         y.zero_()
         graph.replay()
         assert torch.equal(y, eager)
+
+
+@pytest.mark.parametrize("m", [1, 4, 40, 300])
+def test_two_streams_do_not_disturb_each_other(m):
+    layers = [tiles("int4", 3000, 2000), tiles("int6", 2500, 2000)]
+    xs = [torch.randn(m, 2000, dtype=torch.bfloat16, device="cuda") for _ in layers]
+    alone = [torch.nn.functional.linear(x, layer) for x, layer in zip(xs, layers, strict=True)]
+    streams = [torch.cuda.Stream() for _ in layers]
+    torch.cuda.synchronize()
+    together = [[], []]
+    for _ in range(20):
+        for stream, x, layer, found in zip(streams, xs, layers, together, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(torch.nn.functional.linear(x, layer))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, alone[i]) for i in range(2) for y in together[i])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [1, 4, 40, 300])
+def test_a_weight_of_more_than_two_to_the_31(m):
+    n, k = 70016, 32768
+    w = QTensor.quantize(torch.randn(n // 2, k, dtype=torch.bfloat16, device="cuda") / k**0.5, "int4")
+    w = torch.cat([w, w]).to_layout("tiles")  # the second half repeats the first, beyond 2^31 weights
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    y = torch.nn.functional.linear(x, w)
+    assert torch.equal(y[:, : n // 2], y[:, n // 2 :])
+    assert y.isfinite().all()
 
 
 # ---- arriving --------------------------------------------------------------------------------------------------
