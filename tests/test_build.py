@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +41,24 @@ def test_formats_header_is_what_the_generator_writes() -> None:
 def test_a_compiler_brings_the_cpu_library() -> None:
     """A library that failed to build would make the tests of its rows skip: here that is a failure."""
     assert cpu.available() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["gemm_integers_bf16", "eights"])
+def test_products_of_hopper_stay_in_registers(setup: ModuleType, source: str, tmp_path: Path) -> None:
+    """A loop that spills, or whose products the compiler makes wait for each other, is right and slow: only the build tells."""
+    compile_with = setup.nvcc()
+    if compile_with is None:
+        pytest.skip("nvcc is not on this machine")
+    where = ["-gencode=arch=compute_90a,code=sm_90a", f"-isystem={setup.torch_folder() / 'include'}"]
+    flags = [flag for flag in setup.CUDA_FLAGS if "gencode" not in flag]
+    file = ROOT / "csrc" / "cuda" / f"{source}.cu"
+    command = [compile_with, *flags, *where, "-Xptxas=-v", "-c", str(file), "-o", str(tmp_path / "kernels.o")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    kernels = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert len(kernels) > 4
+    assert set(kernels) == {("0", "0")}
+    assert "Potential Performance Loss" not in said
 
 
 # ---- what a wheel holds ----------------------------------------------------------------------------------------
