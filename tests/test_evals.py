@@ -1,4 +1,4 @@
-"""What measures a model: exam tables and answers, paired intervals, perplexity, decoding speed."""
+"""What measures a model: exam tables and answers, perplexity, decoding speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch import nn
 from lowbit.evals import evaluation
 from lowbit.evals.exam import LETTERS, Answers, ExamError, Question, prompt, read_exam, sample, take_exam
 from lowbit.evals.generation import decode_speed
-from lowbit.evals.paired import paired_difference, tango_interval
 from lowbit.evals.perplexity import perplexity
 
 
@@ -185,66 +184,6 @@ def test_right_and_wrong_answers() -> None:
     answers = Answers((QUESTION, QUESTION), (2, 0))
     assert answers.right == (True, False)
     assert answers.accuracy == 0.5
-
-
-# ---- the paired interval ---------------------------------------------------------------------------------------------
-
-
-def test_a_published_interval() -> None:
-    # Airway hyper-responsiveness before and after transplantation: Fagerland, Lydersen and Laake (2014), table 6.
-    low, high = tango_interval(1, 7, 21)
-    assert (round(low, 3), round(high, 3)) == (-0.517, -0.026)
-
-
-def test_no_flips_still_leave_doubt() -> None:
-    low, high = tango_interval(0, 0, 100)
-    z2 = 1.959964**2
-    assert high == pytest.approx(z2 / (100 + z2), rel=1e-5)
-    assert low == -high
-
-
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 60))
-@settings(deadline=None)
-def test_intervals_hold_the_estimate_and_mirror(gained: int, lost: int, same: int) -> None:
-    n = gained + lost + same
-    if n == 0:
-        return
-    low, high = tango_interval(gained, lost, n)
-    assert -1 <= low <= (gained - lost) / n <= high <= 1
-    assert tango_interval(lost, gained, n) == pytest.approx((-high, -low), abs=1e-9)
-    wide = tango_interval(gained, lost, n, 0.99)
-    assert wide[0] <= low <= high <= wide[1]
-
-
-@pytest.mark.parametrize(("gain", "loss", "n"), [(0.02, 0.06, 200), (0.1, 0.1, 60), (0.005, 0.01, 400)])
-def test_the_interval_covers(gain: float, loss: float, n: int) -> None:
-    counts = np.random.default_rng(1).multinomial(n, [gain, loss, 1 - gain - loss], size=1500)
-    flips = [(int(gained), int(lost)) for gained, lost, _ in counts]
-    intervals = {pair: tango_interval(*pair, n) for pair in set(flips)}
-    covered = np.mean([intervals[pair][0] <= gain - loss <= intervals[pair][1] for pair in flips])
-    # 95 % less the error of 1500 draws (three standard deviations); counts are discrete, so it may cover more.
-    assert 0.95 - 3 * math.sqrt(0.95 * 0.05 / 1500) <= covered
-
-
-def test_flips_are_counted() -> None:
-    paired = paired_difference([True, True, False, False, True], [True, False, True, False, False])
-    assert (paired.n, paired.gained, paired.lost) == (5, 1, 2)
-    assert paired.difference == pytest.approx(-0.2)
-    assert paired.low < -0.2 < paired.high
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: paired_difference([True], [True, False]), "got 1 and 2"),
-        (lambda: paired_difference([], []), "at least one question"),
-        (lambda: tango_interval(3, 3, 5), "counts among 5"),
-        (lambda: tango_interval(1, 1, 5, 1.0), "between 0 and 1"),
-    ],
-)
-def test_comparisons_that_mean_nothing(call: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()  # type: ignore[operator]
 
 
 # ---- perplexity and speed --------------------------------------------------------------------------------------------
