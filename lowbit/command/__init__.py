@@ -1,5 +1,5 @@
-"""The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``eval``, ``bench``, ``env``,
-``formats``.
+"""The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``eval``, ``report``, ``bench``,
+``env``, ``formats``.
 
 Results go to stdout (with ``--json`` nothing but JSON), everything else to stderr. Exit codes: 0 for success, 1 for work
 that failed or whose output nobody read to the end, 2 for a command line that makes no sense, 130 for an interrupt.
@@ -22,6 +22,7 @@ from .inspection import inspect
 from .listings import env, formats
 from .planning import plan
 from .quantizing import quantize
+from .reporting import report
 
 __all__ = ["app", "main", "run"]
 
@@ -32,6 +33,7 @@ for name, function in (
     ("quantize", quantize),
     ("inspect", inspect),
     ("eval", evaluate),
+    ("report", report),
     ("env", env),
     ("formats", formats),
 ):
