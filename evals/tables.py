@@ -68,6 +68,26 @@ def demo_table(results: list[dict[str, Any]]) -> str:
     return _markdown(head, (row(outcome) for outcome in result["outcomes"]))
 
 
+def recipes_table(results: list[dict[str, Any]]) -> str:
+    """Recipes in the box, and when to pick each."""
+    (result,) = results
+
+    def row(found: dict[str, Any]) -> tuple[Any, ...]:
+        exam = found["exam"]
+        return (
+            f"`{found['recipe']}`", found["when"], f"{found['bits_per_weight']:.2f}", f"{found['file_bytes'] / 1e6:.2f}",
+            f"{found['perplexity']['value']:.3f}", f"{100 * exam['accuracy']:.1f}", _points(exam["difference"]),
+        )  # fmt: skip
+
+    head = "recipe |when to pick it |bits a weight|file, MB|perplexity|exam, %|difference, points [95 %]"
+    return _markdown(head, (row(found) for found in result["recipes"]))
+
+
+def _points(d: dict[str, Any] | None) -> str:
+    """A difference of accuracies with its interval, in points."""
+    return "" if d is None else f"{100 * d['difference']:+.1f} [{100 * d['low']:+.1f}, {100 * d['high']:+.1f}]"
+
+
 _SHOWN = (1, 8, 16, 64, 256, 2048)
 
 
@@ -99,6 +119,7 @@ def _gemv_block(result: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "sqnr": sqnr_table,
     "demo": demo_table,
+    "recipes": recipes_table,
     "gemv": gemv_table,
 }
 

@@ -17,7 +17,7 @@ from .embedding import QEmbedding
 from .environment import usable_device
 from .layers import Layer, find_layers, tied_groups
 from .linear import QLinear
-from .recipe import Recipe, Rule
+from .recipe import Recipe, Rule, block_counts
 from .target import Target
 from .tensor import QTensor
 
@@ -134,8 +134,9 @@ def resolve(
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
     where = None if device is None else usable_device(device)
     layers = find_layers(model)
-    _check_rules(recipe, layers)
-    decisions = [_decide(layer, recipe, filter_fn) for layer in layers]
+    counts = block_counts(name for layer in layers for name in layer.names)
+    _check_rules(recipe, layers, counts)
+    decisions = [_decide(layer, recipe, counts, filter_fn) for layer in layers]
     groups = tied_groups(layers)
     for group in groups:
         _follow_ties(group, layers, decisions)
@@ -147,29 +148,31 @@ def resolve(
     return Plan(recipe, tuple(entries)), layers
 
 
-def _check_rules(recipe: Recipe, layers: list[Layer]) -> None:
+def _check_rules(recipe: Recipe, layers: list[Layer], counts: dict[str, int]) -> None:
     names = [name for layer in layers for name in layer.names]
     if not names:
         raise ValueError("the model has no linear layer and no embedding")
     taken: set[str] = set()
     for rule in recipe.rules:
-        matched = {name for name in names if rule.matches(name)}
+        matched = {name for name in names if rule.matches(name, counts)}
+        if not matched and rule.optional:
+            continue
         if not matched:
             near = difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0.0)
-            raise ValueError(f"pattern {rule.pattern!r} matches no layer; the nearest are {', '.join(near)}")
+            raise ValueError(f"pattern {rule} matches no layer; the nearest are {', '.join(near)}")
         if matched <= taken:
-            raise ValueError(f"pattern {rule.pattern!r} never applies: patterns before it take all that it matches")
+            raise ValueError(f"pattern {rule} never applies: patterns before it take all that it matches")
         taken |= matched
 
 
-def _decide(layer: Layer, recipe: Recipe, filter_fn: FilterFn | None) -> tuple[Target | None, str]:
-    rule = recipe.rule_for(layer.names)
+def _decide(layer: Layer, recipe: Recipe, counts: dict[str, int], filter_fn: FilterFn | None) -> tuple[Target | None, str]:
+    rule = recipe.rule_for(layer.names, counts)
     if layer.obstacle is not None:
         return None, layer.obstacle
     if rule is None:
         return None, NO_PATTERN
     if rule.target is None:
-        return None, f"pattern {rule.pattern!r} leaves it"
+        return None, f"pattern {rule} leaves it"
     if _left_by_default(layer, rule):
         what = "the head" if layer.head else "an embedding"
         return None, f"{what}: name it in a pattern to quantize it"

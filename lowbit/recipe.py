@@ -21,15 +21,37 @@ from .target import Target
 __all__ = ["Recipe", "Rule"]
 
 
+def _block(name: str) -> tuple[str, int] | None:
+    """The stack and the number of the block that a layer stands in: the first number in its name. None outside of any."""
+    parts = name.split(".")
+    place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return None if place is None else (".".join(parts[:place]), int(parts[place]))
+
+
+def block_counts(names: Iterable[str]) -> dict[str, int]:
+    """How many blocks each stack of a model has, from the names of its layers: ``{"model.layers": 32}``."""
+    counts: dict[str, int] = {}
+    for stack, number in filter(None, map(_block, names)):
+        counts[stack] = max(counts.get(stack, 0), number + 1)
+    return counts
+
+
 @dataclass(frozen=True)
 class Rule:
     """A pattern of layer names and what becomes of them; None leaves them as they are.
 
-    ``pattern``: a glob over the whole name (``*`` crosses dots), or ``re:`` and a regular expression that is searched.
+    Attributes:
+        pattern: a glob over the whole name (``*`` crosses dots), or ``re:`` and a regular expression that is searched.
+        target: what the layers become.
+        blocks: only those in these blocks of the model, counted from 0, or from -1 backwards as Python does; None: in any
+            and in none. The first number in a layer's name is that of its block.
+        optional: the pattern may match nothing, in a recipe that is for models of several kinds.
     """
 
     pattern: str
     target: Target | None
+    blocks: tuple[int, ...] | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if self.pattern.startswith("re:"):
@@ -37,12 +59,21 @@ class Rule:
                 re.compile(self.pattern[3:])
             except re.error as error:
                 raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from None
+        if self.blocks is not None and (not self.blocks or any(type(block) is not int for block in self.blocks)):
+            raise ValueError(f"blocks must be numbers such as [0, 1, -1], got {list(self.blocks)!r:.80}")
 
-    def matches(self, name: str) -> bool:
-        """Whether the pattern takes the layer called ``name``."""
+    def matches(self, name: str, counts: Mapping[str, int] | None = None) -> bool:
+        """Whether the rule takes the layer called ``name`` of a model with these :func:`block_counts`."""
+        if self.blocks is not None:
+            place = _block(name)
+            if place is None or not {place[1], place[1] - (counts or {}).get(place[0], 0)} & set(self.blocks):
+                return False
         if self.pattern.startswith("re:"):
             return re.search(self.pattern[3:], name) is not None
         return fnmatch.fnmatchcase(name, self.pattern)
+
+    def __str__(self) -> str:
+        return repr(self.pattern) + ("" if self.blocks is None else f" in the blocks {', '.join(map(str, self.blocks))}")
 
     @property
     def catch_all(self) -> bool:
@@ -109,16 +140,19 @@ class Recipe:
         """A recipe from YAML (of which JSON is a part); see ``recipes/`` for examples."""
         try:
             data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"recipe {name!r} is not YAML: {error}".replace("\n", " ")) from None
+        except (yaml.YAMLError, RecursionError) as error:
+            quotes = "; a pattern that begins with * stands in quotes" if "alias" in str(error) else ""
+            raise ValueError(f"recipe {name!r} is not YAML: {error}{quotes}".replace("\n", " ")) from None
         if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
             raise ValueError(f"recipe {name!r} needs a list 'rules' of entries with 'match' and 'weight'")
-        return Recipe(tuple(_rule(entry, name) for entry in data["rules"]), str(data.get("name", name)))
+        if unknown := sorted(map(str, data.keys() - {"name", "rules"})):
+            raise ValueError(f"recipe {name!r}: unknown field {', '.join(unknown)}; there are name and rules")
+        rules = tuple(_rule(entry, f"recipe {name!r}, rule {i}") for i, entry in enumerate(data["rules"], 1))
+        return Recipe(rules, str(data.get("name", name)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as :meth:`from_text` reads it."""
-        rules = [{"match": r.pattern, **({"weight": None} if r.target is None else r.target.to_dict())} for r in self.rules]
-        return {"name": self.name, "rules": rules}
+        return {"name": self.name, "rules": [_rule_to_dict(rule) for rule in self.rules]}
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
@@ -126,10 +160,10 @@ class Recipe:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
-    def rule_for(self, names: Iterable[str]) -> Rule | None:
-        """The first rule that matches one of a layer's names."""
+    def rule_for(self, names: Iterable[str], counts: Mapping[str, int] | None = None) -> Rule | None:
+        """The first rule that matches one of a layer's names, in a model with these :func:`block_counts`."""
         names = tuple(names)
-        return next((rule for rule in self.rules if any(rule.matches(name) for name in names)), None)
+        return next((rule for rule in self.rules if any(rule.matches(name, counts) for name in names)), None)
 
 
 def _target_or_none(value: Any) -> Target | None:
@@ -142,11 +176,39 @@ def _target_or_none(value: Any) -> Target | None:
     return getattr(api, value)() if value in api.__all__ else Target.of(value)
 
 
-def _rule(entry: Any, name: str) -> Rule:
+_OF_A_RULE = ("match", "weight", "activation", "rounder", "scales", "blocks", "optional")
+
+
+def _rule(entry: Any, where: str) -> Rule:
     if not isinstance(entry, dict) or "match" not in entry or "weight" not in entry:
-        raise ValueError(f"recipe {name!r}: a rule needs 'match' and 'weight' (null to leave the layer), got {entry!r}")
-    fields = {key: value for key, value in entry.items() if key != "match"}
-    return Rule(str(entry["match"]), None if entry["weight"] is None else Target.of(fields))
+        raise ValueError(f"{where}: a rule needs 'match' and 'weight' (null to leave the layer), got {entry!r:.200}")
+    if unknown := [str(key) for key in entry if key not in _OF_A_RULE]:
+        raise ValueError(f"{where}: unknown field {', '.join(unknown)}; there are {', '.join(_OF_A_RULE)}")
+    fields = {key: value for key, value in entry.items() if key not in ("match", "blocks", "optional")}
+    for key, value in {"match": entry["match"], **fields}.items():
+        if not isinstance(value, str) and (value is not None or key not in ("weight", "activation")):
+            raise ValueError(f"{where}: {key} must be a name, got {value!r:.80}")
+    if entry["weight"] is None and len(fields) > 1:
+        raise ValueError(f"{where}: a layer that is left (weight: null) takes no {', '.join(sorted(fields.keys() - {'weight'}))}")
+    blocks, optional = entry.get("blocks"), entry.get("optional", False)
+    if blocks is not None and not isinstance(blocks, list):
+        raise ValueError(f"{where}: blocks must be a list such as [0, 1, -1], got {blocks!r:.80}")
+    if not isinstance(optional, bool):
+        raise ValueError(f"{where}: optional must be true or false, got {optional!r:.80}")
+    try:
+        target = None if entry["weight"] is None else Target.of(fields)
+        return Rule(entry["match"], target, None if blocks is None else tuple(blocks), optional)
+    except ValueError as error:
+        raise ValueError(f"{where} ({entry['match']!r}): {error}") from None
+
+
+def _rule_to_dict(rule: Rule) -> dict[str, Any]:
+    found: dict[str, Any] = {"match": rule.pattern, **({"weight": None} if rule.target is None else rule.target.to_dict())}
+    if rule.blocks is not None:
+        found["blocks"] = list(rule.blocks)
+    if rule.optional:
+        found["optional"] = True
+    return found
 
 
 def _shipped() -> dict[str, Any]:

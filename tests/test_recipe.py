@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
+import lowbit
 from lowbit import SCHEMES, Recipe, Rule, Scheme, Target, api, quantize_
+from lowbit.evals import recipes, tables
+from lowbit.evals.evaluation import TOY, TOY_TEXT, Material
+from lowbit.recipe import block_counts
 from tests.models import llama
 
 SHIPPED = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
@@ -30,18 +42,134 @@ def test_names_take_a_group_size_and_symmetry():
     assert Recipe.of("nf4_row").rules[0].target.weight == Scheme("nf4")
 
 
+# ---- what is shipped -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def toy() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The model in the box, 512 tokens of its world, and the log probabilities that it gives behind each."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(TOY, dtype="auto").eval()
+    ids = transformers.AutoTokenizer.from_pretrained(TOY)(TOY_TEXT.read_text()[:6000], add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([ids[:512]])
+    return model, ids, log_probabilities(model, ids)
+
+
+def log_probabilities(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids).logits.double().log_softmax(-1)
+
+
+def divergence(model: nn.Module, ids: torch.Tensor, before: torch.Tensor) -> float:
+    """Nats a token by which a model's predictions differ from those before it was quantized."""
+    return float((before.exp() * (before - log_probabilities(model, ids))).sum(-1).mean())
+
+
+@pytest.fixture(scope="module")
+def of_integers(toy: tuple[nn.Module, torch.Tensor, torch.Tensor]) -> dict[int, float]:
+    """The divergence of plain integers of so many bits."""
+    found = {}
+    for bits in range(2, 7):
+        model = copy.deepcopy(toy[0])
+        quantize_(model, f"int{bits}")
+        found[bits] = divergence(model, *toy[1:])
+    return found
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_recipe_quantizes_a_model_and_survives_a_round_trip(path):
-    recipe = Recipe.from_file(path)
+def test_every_shipped_recipe_runs_and_loses_what_its_bits_suggest(path, toy, of_integers, tmp_path):
+    recipe = Recipe.parse(path.stem)
+    assert recipe.rules == Recipe.from_file(path).rules
+    assert recipe.name == path.stem
     assert Recipe.from_text(recipe.to_yaml()).rules == recipe.rules
     assert Recipe.from_text(recipe.to_json()).rules == recipe.rules
-    plan = quantize_(llama(), recipe)
-    assert plan.changed
-    assert path.read_text().startswith("#"), "a recipe says when to pick it"
+    model, ids, before = toy
+    quantized = copy.deepcopy(model)
+    changed = quantize_(quantized, recipe).changed
+    bits = sum(layer.bits_per_weight * math.prod(layer.shape) for layer in changed)
+    bits /= sum(math.prod(layer.shape) for layer in changed)
+    lost = divergence(quantized, ids, before)
+    # A third of the bits is what exponents, scales of blocks and layers of fewer bits may take from plain integers.
+    assert 0 < lost < of_integers[math.floor(2 * bits / 3)]
+    loss = -log_probabilities(quantized, ids)[0, :-1].gather(1, ids[0, 1:, None]).mean()
+    assert math.isfinite(loss.exp())
+
+    lowbit.save(quantized, tmp_path)
+    again = lowbit.load(tmp_path)
+    with torch.inference_mode():
+        assert torch.equal(again(ids[:, :32]).logits, quantized(ids[:, :32]).logits)
 
 
-def test_shipped_recipes_are_found_by_name():
-    assert Recipe.parse("memory_bound_chat").rules == Recipe.from_file(SHIPPED[0]).rules
+def test_every_shipped_recipe_says_when_to_pick_it_under_a_name_of_its_own():
+    assert len(SHIPPED) >= 15
+    assert recipes.names() == [path.stem for path in SHIPPED]
+    said = [recipes.when(path.stem) for path in SHIPPED]
+    assert len(set(said)) == len(said)
+    assert all("|" not in line and len(line) < 120 for line in said)
+    taken = {*SCHEMES, *api.__all__}
+    assert [path.stem for path in SHIPPED if path.stem in taken] == []
+
+
+def test_experts_that_are_layers_become_small_and_routers_stay():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.gate = nn.Linear(64, 64), nn.Linear(64, 4)
+            self.experts = nn.ModuleList(nn.ModuleDict({"up_proj": nn.Linear(64, 96)}) for _ in range(4))
+            self.shared_expert = nn.Linear(64, 96)
+
+    carried = quantize_(nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()])}), "mixture_of_experts")
+    bits = {layer.name.split(".", 2)[2]: layer.bits_per_weight for layer in carried.layers}
+    assert bits["gate"] == bits["shared_expert"] == 32
+    assert bits["experts.3.up_proj"] < 5 < bits["q_proj"] < 9
+
+
+def test_every_recipe_is_measured_and_has_its_line(toy, tmp_path):
+    material = Material.read(limit=2, chunks=1, context=64)
+    rows = recipes.measure(["first_and_last_kept", "nearly_lossless"], material)
+    assert [row["recipe"] for row in rows] == ["float", "first_and_last_kept", "nearly_lossless"]
+    assert rows[0]["when"] == ""
+    assert rows[0]["exam"]["difference"] is None
+    lines = tables.recipes_table([{"recipes": rows}]).splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert all(recipes.when(row["recipe"]) in "".join(lines) for row in rows[1:])
+    kept = json.loads((tables.RESULTS / "recipes.json").read_text())
+    assert sorted(row["recipe"] for row in kept["recipes"]) == sorted(["float", *recipes.names()])
+
+
+# ---- blocks and optional rules ---------------------------------------------------------------------------------------
+
+STACKS = st.dictionaries(st.sampled_from(["", "model.layers", "encoder.block", "h"]), st.integers(1, 12), min_size=1)
+
+
+@given(STACKS, st.lists(st.integers(-14, 14), min_size=1))
+def test_blocks_are_counted_as_python_counts(stacks, blocks):
+    names = [f"{stack}.{i}.mlp.experts.7.up".lstrip(".") for stack, count in stacks.items() for i in range(count)]
+    counts = block_counts([*names, "lm_head"])
+    assert counts == stacks
+    rule = Rule("*", None, tuple(blocks))
+    for stack, count in stacks.items():
+        wanted = {range(count)[block] for block in blocks if -count <= block < count}
+        got = {i for i in range(count) if rule.matches(f"{stack}.{i}.mlp.experts.7.up".lstrip("."), counts)}
+        assert got == wanted
+    assert not rule.matches("lm_head", counts)
+
+
+def test_blocks_decide_in_a_model():
+    what = "rules: [{match: '*', weight: int8, blocks: [-1]}, {match: '*', weight: int4}]"
+    carried = quantize_(llama(), Recipe.from_text(what))
+    assert {(layer.name.split(".")[2], layer.target.weight.bits) for layer in carried.changed} == {("0", 4), ("1", 8)}
+    with pytest.raises(ValueError, match=r"pattern '\*' in the blocks 2 matches no layer"):
+        quantize_(llama(), Recipe.from_text("rules: [{match: '*', weight: int8, blocks: [2]}]"))
+
+
+def test_an_optional_rule_may_match_nothing():
+    rules = "rules: [{match: '*experts*', weight: int4%s}, {match: '*', weight: int8}]"
+    assert len(quantize_(llama(), Recipe.from_text(rules % ", optional: true")).changed) == 14
+    with pytest.raises(ValueError, match="matches no layer"):
+        quantize_(llama(), Recipe.from_text(rules % ""))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,6 +184,17 @@ def test_shipped_recipes_are_found_by_name():
         ("rules: [{match: '*', weight: int4, scales: best}]", "scales must be one of"),
         ("rules: [{match: 're:(', weight: int4}]", "no regular expression"),
         ("rules: []", "at least one rule"),
+        ("rules: [{match: '*', weight: int8}, {match: 3, weight: int4}]", "rule 2: match must be a name, got 3"),
+        ("rules: [{match: '*', weight: [int4]}]", "rule 1: weight must be a name"),
+        ("rules: [{match: '*', weight: int4, scales: [mse]}]", "rule 1: scales must be a name"),
+        ("rules: [{match: '*', weight: null, scales: mse}]", "a layer that is left .* takes no scales"),
+        ("rules: [{match: '*', weight: int4, blocks: 3}]", "blocks must be a list"),
+        ("rules: [{match: '*', weight: int4, blocks: []}]", "blocks must be numbers"),
+        ("rules: [{match: '*', weight: int4, blocks: [0, true]}]", "blocks must be numbers"),
+        ("rules: [{match: '*', weight: int4, optional: 1}]", "optional must be true or false"),
+        ("rules: [{match: '*', weight: int4}]\nrule: 3", "unknown field rule; there are name and rules"),
+        ("rules: [{match: *down_proj, weight: int4}]", "begins with \\* stands in quotes"),
+        ("[" * 100_000, "not YAML"),
         ("a: [", "not YAML"),
     ],
 )

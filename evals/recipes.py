@@ -1,0 +1,68 @@
+"""What each recipe in the box costs the model in the box: the table of recipes.
+
+    python -m lowbit.evals.recipes --out recipes.json
+
+A recipe's first line of comment says when to pick it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .evaluation import TOY, Material, compare
+from .results import write_result
+from .tables import RESULTS, recipes_table
+
+__all__ = ["FOLDER", "main", "measure", "names", "when"]
+
+FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+"""The recipes in the box: beside this package, in a checkout as in an installation."""
+
+
+def names() -> list[str]:
+    """Of all recipes in the box."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def when(name: str) -> str:
+    """When to pick the recipe ``name``, in its own words. Raises ``ValueError`` for a recipe that does not say."""
+    first = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    if not first.startswith("# ") or not first.endswith("."):
+        raise ValueError(f"the recipe {name} must begin with a comment that says when to pick it, got {first!r:.80}")
+    return first[2:-1]
+
+
+def measure(
+    recipes: Sequence[str], material: Material, progress: Callable[[str, int, int], None] | None = None
+) -> list[dict[str, Any]]:
+    """The model in the box as it is and by each of ``recipes``: a row each, from many bits a weight to few."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(TOY, local_files_only=True)
+    found = compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, files=True, progress=progress)
+    rows = [_row(outcome.to_dict()) for outcome in found]
+    return [rows[0], *sorted(rows[1:], key=lambda row: (-row["file_bytes"], row["recipe"]))]
+
+
+def _row(outcome: dict[str, Any]) -> dict[str, Any]:
+    kept = ("recipe", "bits_per_weight", "file_bytes", "perplexity", "exam")
+    return {**{name: outcome[name] for name in kept}, "when": "" if outcome["recipe"] == "float" else when(outcome["recipe"])}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure every recipe in the box on the model in the box.")
+    parser.add_argument("--limit", type=int, help="exam questions a subject at most")
+    parser.add_argument("--out", type=Path, default=RESULTS / "recipes.json", help="JSON file to write")
+    options = parser.parse_args(arguments)
+    rows = measure(names(), Material.read(limit=options.limit))
+    write_result(options.out, {"limit": options.limit, "recipes": rows})
+    print(recipes_table([{"recipes": rows}]))
+
+
+if __name__ == "__main__":
+    main()
