@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +19,20 @@ from .tensor_file import CheckpointError
 __all__ = ["CheckpointError", "load", "save"]
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes: int = 4_000_000_000) -> None:
+def save(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 4_000_000_000,
+    beside: Callable[[Path], None] | None = None,
+) -> None:
     """Write ``model`` to ``folder``: ``model.safetensors``, or several files and an index above ``max_shard_bytes``.
 
     Quantized weights are written in their canonical bytes whatever the layout in memory, everything else as it is, and
     a tensor with several names once. A transformers model's ``config.json`` and ``generation_config.json`` are written too.
+
+    ``beside(path)`` may write further files of the same checkpoint, a tokenizer's say, into the folder ``path``, from which they
+    are moved with the others.
 
     The folder's older checkpoint is replaced at the very end: an interrupted save leaves it whole. Files of other names
     stay. One save at a time may write to a folder.
@@ -37,9 +45,13 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes: i
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be an int of at least 1, got {max_shard_bytes!r}")
     found = Inventory(model)
-    extras: Callable[[Path], None] | None = None
-    if is_pretrained(model):
-        extras = functools.partial(write_config, model, quantized=bool(found.header.quantized))
+
+    def extras(path: Path) -> None:
+        if is_pretrained(model):
+            write_config(model, path, quantized=bool(found.header.quantized))
+        if beside is not None:
+            beside(path)
+
     write_files(Path(folder), found.tensors, found.header, max_shard_bytes, extras)
 
 

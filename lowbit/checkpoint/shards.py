@@ -27,7 +27,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}(-\d+)?\.safetensors")
 _STAGING = ".saving-"
-_MAX_INDEX = 1 << 30
+_MAX_INDEX = 100_000_000  # as for the header of a file
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
@@ -126,6 +126,7 @@ def write_files(
     ``limit``: bytes of tensors in a file; a larger tensor has a file of its own. Raises ``OSError`` that names the file
     which could not be written, and leaves what was there.
     """
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     groups = _split(tensors, limit)
     names = [SINGLE] if len(groups) == 1 else _free_names(folder, len(groups))
@@ -135,9 +136,10 @@ def write_files(
             with named_errors(staging):
                 extras(staging)
         others = sorted(path.name for path in staging.iterdir())
-        for name in others:
-            with open(staging / name, "rb+") as file:
-                sync(file)
+        for path in staging.rglob("*"):
+            if path.is_file():
+                with named_errors(path), open(path, "rb+") as file:
+                    sync(file)
         metadata = header.metadata()
         for name, group in zip(names, groups, strict=True):
             write_tensor_file(staging / name, group, metadata)
@@ -146,6 +148,9 @@ def write_files(
         _publish(folder, staging, others, names)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # it holds files, unless nothing could be written
+                folder.rmdir()
     _clean(folder, set(names))
 
 
@@ -188,6 +193,8 @@ def _publish(folder: Path, staging: Path, others: Sequence[str], names: Sequence
             os.replace(staging / name, folder / name)
         _sync_folder(folder)
     for name in others:
+        if (staging / name).is_dir():  # a rename replaces files, and folders only where they are empty
+            shutil.rmtree(folder / name, ignore_errors=True)
         os.replace(staging / name, folder / name)
     if sharded:
         os.replace(staging / INDEX, folder / INDEX)

@@ -86,6 +86,8 @@ class TensorFile:
         self.metadata: dict[str, str] = {}
         self._starts: dict[str, int] = {}
         try:
+            if path.exists() and not path.is_dir() and not path.is_file():  # a pipe would wait for somebody to write
+                raise CheckpointError(f"{path}: is no regular file")
             self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from error

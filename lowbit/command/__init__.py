@@ -69,12 +69,20 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Carry out a command line and return its exit code; errors become one line on stderr."""
     command = typer.main.get_command(app)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # Python leaves out streams that were closed before it started
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the rest of the process
     try:
         code = command.main(list(arguments) or ["--help"], prog_name="lowbit", standalone_mode=False)
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # a full disk behind a redirection
+            _drop_stdout()
+            return _failed(f"the output cannot be written: {error.strerror}", 1)
     except BrokenPipeError:
-        # Python flushes stdout once more as it exits, and would complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return 1
     except (KeyboardInterrupt, typer.Abort):
         return _failed("interrupted", 130)
@@ -86,6 +94,11 @@ def run(arguments: Sequence[str]) -> int:
             return _failed(format_message(), getattr(error, "exit_code", 2))
         return _failed(_words(error), 1)
     return (code if isinstance(code, int) else 0) if arguments else 2
+
+
+def _drop_stdout() -> None:
+    """Let what is left in stdout go: Python flushes it once more as it exits, and would complain again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _words(error: Exception) -> str:

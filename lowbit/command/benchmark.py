@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
+from .model_source import parse_recipe
 
 bench = typer.Typer(help="Measure speed and memory against the machine's own limits.", no_args_is_help=True)
 
@@ -42,7 +43,7 @@ def gemv(
 
     try:
         sizes = gemv.SHAPES if shapes == "all" else [_shape(shape) for shape in shapes.split(",")]
-        rows = gemv.BATCHES if batches == "all" else [int(m) for m in batches.split(",")]
+        rows = gemv.BATCHES if batches == "all" else _counts(batches)
     except ValueError:
         raise typer.BadParameter(
             f"shapes are as in 4096x4096,1024x1024 and batches as in 1,8, got {shapes} and {batches}"
@@ -51,7 +52,7 @@ def gemv(
         raise typer.BadParameter("there is no CUDA device: use --device cpu")
     if peers and not device.startswith("cuda"):
         raise typer.BadParameter("the peers' kernels are CUDA kernels: use --device cuda, or leave --peers out")
-    names = gemv.SCHEMES if schemes == "all" else _names(schemes)
+    names = gemv.SCHEMES if schemes == "all" else _recipes(schemes)
     others = list(theirs.PEERS) if peers == "all" else _names(peers)
     total, came_from = len(sizes) * len(rows) * (1 + len(names)) + len(others), origin()
 
@@ -78,9 +79,24 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def _recipes(text: str) -> list[str]:
+    """Names of recipes, each of which means something."""
+    names = _names(text)
+    for name in names:
+        parse_recipe(name)
+    return names
+
+
+def _counts(text: str, mark: str = ",") -> list[int]:
+    found = [int(part) for part in text.split(mark)]
+    if min(found) < 1:
+        raise ValueError("a count is at least 1")
+    return found
+
+
 def _shape(text: str) -> tuple[int, int]:
-    n, k = text.strip().split("x")
-    return int(n), int(k)
+    n, k = _counts(text, "x")
+    return n, k
 
 
 @bench.command("host")
@@ -101,12 +117,12 @@ def host(
     from lowbit.evals.results import origin
 
     try:
-        rows = [int(m) for m in batches.split(",")]
+        rows = _counts(batches)
     except ValueError:
         raise typer.BadParameter(f"batches are as in 1,8, got {batches}") from None
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device: use --device cpu")
-    result = {**origin(), **host_time.measure(_names(schemes), size, rows, device)}
+    result = {**origin(), **host_time.measure(_recipes(schemes), size, rows, device)}
     write_report(result, report)
     print_json(result) if json else print_table(host_time.table(result))
 
@@ -121,6 +137,7 @@ def memory(
     """Peak memory over the model itself while it is quantized; twice its largest layer is the promise."""
     from lowbit.evals.memory import peak_over_model
 
+    parse_recipe(scheme)
     found = peak_over_model(scheme, size, layers)
     if json:
         print_json(found)

@@ -43,9 +43,11 @@ def print_json(data: Any) -> None:
 
 
 def write_report(data: Any, path: Path | None) -> None:
-    """``data`` to the file ``path``, if there is one."""
+    """``data`` to the file ``path``, if there is one; whole, or not at all."""
     if path is not None:
-        path.write_text(_dumped(data) + "\n", encoding="utf-8")
+        from lowbit.evals.results import replace_file
+
+        replace_file(path, _dumped(data) + "\n")
 
 
 def _dumped(data: Any) -> str:

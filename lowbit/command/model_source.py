@@ -89,8 +89,15 @@ def outline(model: str) -> Any:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of ``model``."""
-    return quiet_transformers().AutoTokenizer.from_pretrained(model)
+    """The tokenizer of ``model``. Raises ``ValueError`` that names a model without one."""
+    transformers = quiet_transformers()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"{model} has no tokenizer that can be read: put tokenizer.json and tokenizer_config.json beside its weights ({why})"
+        ) from None
 
 
 def _config(transformers: Any, model: str) -> Any:

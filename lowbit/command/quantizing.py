@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -35,8 +36,7 @@ def quantize(
             loaded, what, device=device, progress=lambda layer, done, total: progress(layer.name, done, total)
         )
         progress(f"writing {output}", 0, 1)
-        _write_tokenizer(model, output)
-        lowbit.save(loaded, output)
+        lowbit.save(loaded, output, beside=_tokenizer_writer(model, output))
     files = sorted(path for path in output.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
     seconds = time.perf_counter() - start
@@ -60,11 +60,20 @@ def _check_output(output: Path, model: str) -> None:
         raise typer.BadParameter(f"{output} holds files that lowbit did not write: give a new folder with -o")
 
 
-def _write_tokenizer(model: str, output: Path) -> None:
+def _tokenizer_writer(model: str, output: Path) -> Callable[[Path], None] | None:
+    """What writes the model's tokenizer into a folder; None, and a remark, for a model that has none."""
     try:
         tokenizer = load_tokenizer(model)
-    except (OSError, ValueError, KeyError) as error:
-        note(f"no tokenizer beside the weights ({' '.join(str(error).split())[:160]})")
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(output)
+    except ValueError as error:
+        note(f"no tokenizer beside the weights ({str(error)[:200]})")
+        return None
+
+    def write(folder: Path) -> None:
+        try:
+            tokenizer.save_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # the library of tokenizers has no kinds of errors
+            raise OSError(f"{output}: the tokenizer could not be written: {error}") from error
+
+    return write
