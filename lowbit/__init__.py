@@ -1,6 +1,7 @@
 """lowbit: every low-bit number format as one tensor, one call to quantize a model, and a receipt of what it cost.
 
-Importing it loads neither Triton nor CUDA; each name below is imported when it is first used.
+Importing it loads neither Triton nor CUDA; each name below is imported when it is first used. It does one thing to others:
+transformers' ``from_pretrained`` knows lowbit's models as soon as both are imported, in either order (``pretrained.arrival``).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 from typing import Any
 
 from . import pickling  # noqa: F401 - so that torch.load knows a QTensor, whatever else was imported
+from .pretrained import arrival
 
 __version__ = "0.1.0"
 
@@ -25,6 +27,7 @@ _NAMES = {
     "lowbit.quantize": ("quantize_",),
     "lowbit.checkpoint": ("CheckpointError", "load", "save"),
     "lowbit.environment": ("env",),
+    "lowbit.pretrained.config": ("Config",),
     "lowbit.api": (
         "fp4_weight_only",
         "fp6_weight_only",
@@ -66,3 +69,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+arrival.expect()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .algorithms import ROUNDERS
+from .checkpoint.skeleton import is_pretrained
 from .embedding import QEmbedding
 from .layers import Layer, replace_module
 from .linear import QLinear
@@ -19,12 +20,11 @@ from .target import Target
 from .tensor import QTensor, check_weight
 from .weight import QuantizedModule
 
-__all__ = ["quantize_"]
+__all__ = ["planned", "quantize_", "replace_layers"]
 
 Progress = Callable[[LayerPlan, int, int], None]
 
 
-@torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
 def quantize_(
     model: nn.Module,
     what: Any,
@@ -49,17 +49,41 @@ def quantize_(
     Every weight is checked before the first is changed. Peak memory stays under the model and twice its largest layer.
     Raises ``ValueError`` for a pattern that matches nothing, a call that changes nothing, and weights with NaN or infinity.
     """
-    recipe = Recipe.of(what)
+    carried, layers = planned(model, Recipe.of(what), filter_fn, device)
+    replace_layers(model, carried.layers, layers, device, keep_on_device, progress)
+    if is_pretrained(model):
+        from .pretrained.quantizer import attach
+
+        attach(model, carried)
+    return carried
+
+
+def planned(
+    model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None, device: str | torch.device | None
+) -> tuple[Plan, list[Layer]]:
+    """A plan that changes something, and the layer that each of its entries speaks of."""
     carried, layers = resolve(model, recipe, filter_fn, device)
     if not carried.changed:
         raise ValueError(f"nothing would change in {len(carried.kept)} layers ({_why_kept(carried)})")
-    _check(carried, layers)
+    return carried, layers
 
+
+@torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
+def replace_layers(
+    model: nn.Module,
+    entries: Sequence[LayerPlan],
+    layers: list[Layer],
+    device: str | torch.device | None = None,
+    keep_on_device: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Carry out ``entries``, each for the layer at its place in ``layers``, which is emptied. Arguments as above."""
+    _check(entries, layers)
     done: dict[int, QTensor] = {}  # by the identity of a weight that several layers read
-    shared = _shared_weights(carried, layers)
-    total = len(carried.changed)
+    shared = _shared_weights(entries, layers)
+    total = sum(entry.target is not None for entry in entries)
     count = 0
-    for i, entry in enumerate(carried.layers):
+    for i, entry in enumerate(entries):
         layer, layers[i] = layers[i], None  # type: ignore[call-overload]  # the float weight goes as soon as it is replaced
         if entry.target is None:
             continue
@@ -79,7 +103,6 @@ def quantize_(
         count += 1
         if progress is not None:
             progress(entry, count, total)
-    return carried
 
 
 def _why_kept(carried: Plan) -> str:
@@ -91,8 +114,8 @@ def _why_kept(carried: Plan) -> str:
     return "; ".join(lines[:5])
 
 
-def _check(carried: Plan, layers: list[Layer]) -> None:
-    for entry, layer in zip(carried.layers, layers, strict=True):
+def _check(entries: Sequence[LayerPlan], layers: list[Layer]) -> None:
+    for entry, layer in zip(entries, layers, strict=True):
         if entry.target is None:
             continue
         if layer.weight.device.type == "meta":
@@ -100,8 +123,8 @@ def _check(carried: Plan, layers: list[Layer]) -> None:
         check_weight(layer.weight, f"{entry.name}.weight")
 
 
-def _shared_weights(carried: Plan, layers: list[Layer]) -> set[int]:
-    pairs = zip(carried.layers, layers, strict=True)
+def _shared_weights(entries: Sequence[LayerPlan], layers: list[Layer]) -> set[int]:
+    pairs = zip(entries, layers, strict=True)
     counts = Counter(id(layer.module._parameters["weight"]) for entry, layer in pairs if entry.target is not None)
     return {key for key, count in counts.items() if count > 1}
 

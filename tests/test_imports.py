@@ -23,7 +23,7 @@ EVERYTHING = ("lowbit", "lowbit.*", "lowbit_kernels", "lowbit_kernels.*")
 # Patterns of modules (the first that matches counts) and what of this project each may import. A module without a row
 # fails, so that its place is a decision.
 RULES: dict[str, tuple[str, ...]] = {
-    "lowbit": ("lowbit.pickling",),  # all else is imported when it is used
+    "lowbit": ("lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival"),  # all else is imported when it is used
     "lowbit.formats": (),
     "lowbit.packing": (),
     "lowbit.scheme": ("lowbit.formats", "lowbit.packing"),
@@ -41,6 +41,7 @@ RULES: dict[str, tuple[str, ...]] = {
             "lowbit.weight", "lowbit.linear", "lowbit.embedding", "lowbit.layers", "lowbit.calibrate",
             "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api",
             "lowbit.command", "lowbit.command.*", "lowbit.environment",
+            "lowbit.pretrained", "lowbit.pretrained.*",
             "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.skeleton",
         ),
         EVERYTHING,

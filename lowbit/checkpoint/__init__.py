@@ -80,4 +80,9 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None, device:
     with torch.inference_mode(False), open_files(path) as files:
         assembly = Assembly(built(path) if model is None else model, files, where)
         assembly.read()
-        return assembly.carry_out().eval()
+        loaded = assembly.carry_out().eval()
+    if files.header.quantized and is_pretrained(loaded):
+        from ..pretrained.quantizer import attach
+
+        attach(loaded)
+    return loaded

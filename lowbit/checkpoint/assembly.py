@@ -11,7 +11,6 @@ from ..embedding import QEmbedding
 from ..layers import layer_kind
 from ..linear import QLinear
 from ..packing import unpack
-from ..scheme import PLAIN_SCALES
 from ..tensor import QTensor
 from ..weight import QuantizedModule
 from .header import Entry
@@ -186,23 +185,22 @@ class Assembly:
             self._fetch_parts(path, self._header.quantized[path], current)
 
     def _fetch_parts(self, path: str, entry: Entry, like: Tensor) -> None:
-        scheme, groups = entry.scheme, entry.scheme.groups(entry.shape[-1]) if entry.shape[-1] else 0
-        packed_bits = {}
-        if scheme.zero_point == "int":
-            packed_bits["zero_point"] = scheme.bits
-        if scheme.scale not in PLAIN_SCALES:
-            packed_bits["scale"] = scheme.scale_bits
+        packing = entry.packing()
         for part in entry.parts():
-            self._fetch(joined(path, part), like, packed_bits.get(part, 8), groups)
+            self._fetch(joined(path, part), like, packing.get(part))
 
-    def _fetch(self, path: str, like: Tensor, bits: int = 8, count: int = 0) -> None:
+    def _fetch(self, path: str, like: Tensor, packing: tuple[int, int] | None = None) -> None:
         stored = self._stored(path)
         if stored in self._tensors:
             return
-        tensor = self._files.read(stored)
-        if bits != 8:
-            tensor = unpack(tensor, bits, count)
         device = self._device or (torch.device("cpu") if like.is_meta else like.device)
+        if device.type == "meta":  # an outline: nothing is read for it
+            spec = self._specs[stored]
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        else:
+            tensor = self._files.read(stored)
+        if packing is not None:
+            tensor = unpack(tensor, *packing)
         self._tensors[stored] = tensor.to(device)
 
     # ---- changing --------------------------------------------------------------------------------------------

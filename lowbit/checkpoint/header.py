@@ -62,6 +62,16 @@ class Entry:
             parts["outer"] = Spec(torch.float32, tuple(lead))
         return parts
 
+    def packing(self) -> dict[str, tuple[int, int]]:
+        """(bits, codes in a row) of the parts beside ``packed`` whose codes are packed in the file and a byte in memory."""
+        scheme, k = self.scheme, self.shape[-1]
+        bits = {}
+        if scheme.zero_point == "int":
+            bits["zero_point"] = scheme.bits
+        if scheme.scale not in PLAIN_SCALES:
+            bits["scale"] = scheme.scale_bits
+        return {part: (width, scheme.groups(k) if k else 0) for part, width in bits.items() if width != 8}
+
     def formats(self) -> Iterator[str]:
         """Names of the formats that a reader needs the numbers of."""
         for scheme in (self.scheme, self.activation):

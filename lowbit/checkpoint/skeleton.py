@@ -15,7 +15,7 @@ from ..weight import QuantizedModule
 from .header import VERSION
 from .tensor_file import CheckpointError, parse_json
 
-__all__ = ["built", "is_pretrained", "write_config"]
+__all__ = ["built", "float_dtype", "is_pretrained", "write_config"]
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
@@ -34,7 +34,7 @@ def write_config(model: nn.Module, folder: Path, quantized: bool) -> None:
     """
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = _dtype(model)
+    config.dtype = float_dtype(model)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.save_pretrained(folder)
@@ -49,7 +49,7 @@ def write_config(model: nn.Module, folder: Path, quantized: bool) -> None:
         generation.to_json_file(folder / _GENERATION, use_diff=True)
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
+def float_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the float model: transformers takes that of the first parameter, which may be a scale's."""
     for module in model.modules():
         if isinstance(module, QuantizedModule):

@@ -1,0 +1,71 @@
+"""What stands under ``quantization_config``: a recipe in a call of from_pretrained, a note in a folder's config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+try:
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as missing:
+    raise ImportError("lowbit.Config needs transformers: pip install 'lowbit[models]'") from missing
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
+
+__all__ = ["METHOD", "Config", "LowbitFolder"]
+
+METHOD = "lowbit"
+
+
+class Config(QuantizationConfigMixin):
+    """Quantize a model while transformers loads it: ``from_pretrained(ID, quantization_config=lowbit.Config("int4"))``.
+
+    Args:
+        recipe: anything that :func:`lowbit.quantize_` takes: the name of a scheme or recipe, a YAML file, a
+            :class:`lowbit.Recipe`, what a factory such as ``int4_weight_only()`` returns, a dict from patterns to those.
+
+    Each weight is quantized as soon as it is read, so that memory holds the quantized model and one float weight (and
+    embeddings that are tied, until the end). ``model.hf_quantizer.plan`` is the :class:`~lowbit.planning.Plan` that was
+    carried out. Raises ``ValueError`` for a recipe that does not exist.
+    """
+
+    quant_method: Any = METHOD
+    recipe: Recipe | None
+
+    def __init__(self, recipe: Any) -> None:
+        from ..recipe import Recipe
+
+        self.recipe = Recipe.of(recipe)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, which :meth:`from_dict` takes."""
+        from ..checkpoint.header import VERSION
+
+        recipe = {} if self.recipe is None else {"recipe": self.recipe.to_dict()}
+        return {"quant_method": METHOD, "version": VERSION, **recipe}
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """A configuration from what :meth:`to_dict` gave; a ``recipe`` by name will do as well."""
+        config = cls(_read(config_dict.get("recipe")))
+        return (config, kwargs) if return_unused_kwargs else config
+
+
+class LowbitFolder(Config):
+    """What config.json of a quantized folder says. The tensors' own header says what each of them is; ``recipe``, which
+    may be None, is what they were made by."""
+
+    def __init__(self, recipe: Any = None) -> None:
+        self.recipe = None
+        if recipe is not None:
+            super().__init__(recipe)
+
+
+def _read(recipe: Any) -> Any:
+    from ..recipe import Recipe
+
+    if isinstance(recipe, Mapping) and isinstance(recipe.get("rules"), list):
+        return Recipe.from_text(json.dumps(recipe))
+    return recipe

@@ -1,0 +1,185 @@
+"""A quantized folder through transformers' loader: the model's outline before, names and widths while, ties after.
+
+transformers reads the tensors, so that device maps, offloading and its progress bar work as ever. Before it does, the
+headers of the files are compared with the model, and anything missing, left over or unknown raises.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from ..checkpoint.assembly import Assembly
+from ..checkpoint.header import Header
+from ..checkpoint.inventory import joined
+from ..checkpoint.shards import FileSet, open_files
+from ..checkpoint.skeleton import float_dtype
+from ..checkpoint.tensor_file import CheckpointError
+from ..packing import unpack
+from ..weight import QuantizedModule
+from .ties import set_ties
+
+__all__ = ["Folder"]
+
+
+class Folder:
+    """Makes of ``model``, a float model on the meta device, the outline of what ``files`` hold.
+
+    A tensor keeps the dtype of the file unless from_pretrained was asked for a dtype other than the folder's; codes and
+    scales keep theirs whatever was asked for.
+
+    Raises :class:`~lowbit.CheckpointError` that names file and tensor for what :func:`lowbit.load` would refuse, and for
+    quantized parameters that are no module's.
+    """
+
+    def __init__(self, model: Any, files: Sequence[str] | None) -> None:
+        if not files:
+            raise CheckpointError("a quantized model is loaded from a folder: give from_pretrained its path, and no state_dict")
+        folder = Path(files[0]).parent
+        wanted = {name: tensor.dtype for name, tensor in _tensors(model)}
+        with open_files(folder) as opened:
+            self._header = opened.header
+            _refuse_parameters(opened.header, opened.path("model"))
+            _fill(model, opened)
+            self._buffers = {name: opened.read(self._stored(name)) for name in self._header.nonpersistent}
+        self._as_stored = _stored_dtype(folder, self._header) in (None, model.config.dtype)
+        if not self._as_stored:
+            _cast(model, wanted, model.config.dtype)
+        self._packing = {
+            joined(path, part): packing
+            for path, entry in self._header.quantized.items()
+            for part, packing in entry.packing().items()
+        }
+        self._parts = {joined(path, part) for path, entry in self._header.quantized.items() for part in entry.parts()}
+        self._parts |= {joined(path, "input_scale") for path, entry in self._header.quantized.items() if entry.input_scale}
+        self._prepare(model)
+
+    def _stored(self, name: str) -> str:
+        return self._header.aliases.get(name, name)
+
+    def _prepare(self, model: Any) -> None:
+        """What transformers would otherwise look for in the files, or in vain."""
+        for module in model.modules():
+            if isinstance(module, QuantizedModule):
+                module._is_hf_initialized = True
+        self._hook = model.register_state_dict_post_hook(_without_extra_state)
+        known = set(model.state_dict())
+        set_ties(model, {name: stored for name, stored in self._header.aliases.items() if name in known})
+        self._ignored = model._keys_to_ignore_on_load_unexpected
+        model._keys_to_ignore_on_load_unexpected = {rf"^{re.escape(name)}$" for name in self._header.nonpersistent}
+
+    def conversions(self) -> list[WeightConverter]:
+        """Codes that the file packs are a byte each in memory."""
+        operation = _Unpack(self._packing)
+        return [WeightConverter(part, part, [operation]) for part in sorted({name.rpartition(".")[2] for name in self._packing})]
+
+    def keeps(self, name: str) -> bool:
+        """Whether the tensor ``name`` keeps its dtype."""
+        return self._as_stored or name in self._parts or name in ("scale", "zero_point")
+
+    def element_size(self, name: str) -> float | None:
+        return None  # the outline has the tensors' own dtypes
+
+    def finish(self, model: Any) -> None:
+        """Layouts for the device, buffers that no ``state_dict`` has, and the model's own ways again."""
+        self._hook.remove()
+        if self._ignored is type(model)._keys_to_ignore_on_load_unexpected:
+            del model._keys_to_ignore_on_load_unexpected
+        else:
+            model._keys_to_ignore_on_load_unexpected = self._ignored
+        for name, tensor in self._buffers.items():
+            parent, _, leaf = name.rpartition(".")
+            module = model.get_submodule(parent)
+            module._buffers[leaf] = tensor.to(module._buffers[leaf].device)
+        for module in model.modules():
+            if isinstance(module, QuantizedModule):
+                for part in ("packed", "scale", "zero_point", "outer"):
+                    if (parameter := module._parameters.get(part)) is not None:
+                        parameter.requires_grad_(False)
+                if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+                    module._settle()
+        if self._as_stored:
+            model.config.dtype = float_dtype(model)
+
+
+class _Unpack(ConversionOps):
+    """Codes from the bytes of a file; ``packing`` has bits and codes in a row by the tensor's name."""
+
+    def __init__(self, packing: dict[str, tuple[int, int]]) -> None:
+        self._packing = packing
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unpack:  # transformers copies it for each tensor
+        return self
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        (found,) = input_dict.values()
+        tensor = found[0] if isinstance(found, list) else found
+        if full_layer_name in self._packing:
+            tensor = unpack(tensor, *self._packing[full_layer_name])
+        return {target_patterns[0]: tensor}
+
+
+def _fill(model: nn.Module, files: FileSet) -> None:
+    try:
+        assembly = Assembly(model, files, torch.device("meta"))
+        assembly.read()
+        assembly.carry_out()
+    except CheckpointError as error:
+        stored = files.header.model.get("class", type(model).__name__)
+        if stored == type(model).__name__:
+            raise
+        raise CheckpointError(f"{error} (the folder holds a {stored}, and this is a {type(model).__name__})") from error
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _refuse_parameters(header: Header, path: Path) -> None:
+    found = [name for name, entry in header.quantized.items() if entry.kind == "parameter"]
+    if found:
+        raise CheckpointError(f"{path}: {found[0]} is a quantized parameter, which transformers cannot load: use lowbit.load")
+
+
+def _stored_dtype(folder: Path, header: Header) -> torch.dtype | None:
+    """The dtype that the folder's own config.json names, or that of its first float weight."""
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8")) if (folder / "config.json").is_file() else {}
+    found = getattr(torch, str(content.get("dtype", content.get("torch_dtype"))), None)
+    return found if isinstance(found, torch.dtype) else next((entry.dtype for entry in header.quantized.values()), None)
+
+
+def _cast(model: nn.Module, wanted: dict[str, torch.dtype], dtype: torch.dtype) -> None:
+    """Give the outline the dtype that was asked for, where it is not a quantized weight's."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            module.to(dtype)
+            continue
+        for name, parameter in module._parameters.items():
+            path = joined(prefix, name)
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype != wanted[path]:
+                empty = torch.empty_like(parameter, dtype=wanted[path])
+                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            path = joined(prefix, name)
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = torch.empty_like(buffer, dtype=wanted[path])
+
+
+def _without_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """The scheme's spelling is no tensor of the files: their header has it."""
+    for name in [name for name in state if name.endswith("_extra_state")]:
+        del state[name]

@@ -1,0 +1,130 @@
+"""The quantizer that transformers calls around the loading and saving of a model.
+
+Which of its methods are called, and when, was read from transformers 5.0 to 5.23.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.quantizers.base import HfQuantizer
+
+from .config import METHOD, Config, LowbitFolder
+
+if TYPE_CHECKING:
+    from ..planning import Plan
+    from .folder import Folder
+    from .stream import Stream
+
+__all__ = ["LowbitQuantizer", "attach", "register"]
+
+
+class LowbitQuantizer(HfQuantizer):
+    """Loads what lowbit wrote, or quantizes a float model while it is loaded, and writes either.
+
+    ``plan``: what was done to each layer, where this quantizer did it; None for a model that came quantized.
+    """
+
+    requires_calibration = False
+    quantization_config: Config
+
+    def __init__(self, quantization_config: Config, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.plan: Plan | None = None
+        self._loading: Folder | Stream | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if importlib.util.find_spec("transformers.core_model_loading") is None:
+            import transformers
+
+            raise ImportError(
+                f"transformers {transformers.__version__} cannot load weights of lowbit: upgrade it to 5, or use lowbit.load"
+            )
+
+    # ---- loading ---------------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        device_map: Any = None,
+        checkpoint_files: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        from .folder import Folder
+        from .stream import Stream
+
+        with torch.device("cpu"):  # all that is made here without a device would be made on the meta device
+            if self.pre_quantized:
+                self._loading = Folder(model, checkpoint_files)
+            else:
+                self._loading = Stream(model, self.quantization_config.recipe, device_map)
+                self.plan = self._loading.plan
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+        # Names in a quantized folder are those of the model, whatever those of its float files were.
+        return self.get_weight_conversions() if self.pre_quantized else weight_conversions
+
+    def get_weight_conversions(self) -> list[Any]:
+        return [] if self._loading is None else self._loading.conversions()
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """No plan of transformers for dtypes reaches the parts of a quantized weight; see :meth:`Folder.keeps`."""
+        found: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
+        return None if self._loading is not None and self._loading.keeps(converter.target_patterns[0]) else found
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes of an element, as it will be when it is quantized: what a device map is made from."""
+        found = None if self._loading is None else self._loading.element_size(param_name)
+        return param.element_size() if found is None else found
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        assert self._loading is not None
+        self._loading.finish(model)
+        self._loading = None
+        model._weight_conversions = []  # saved under the names that the header has
+        return model
+
+    # ---- saving and the rest ---------------------------------------------------------------------------------
+
+    def get_state_dict_and_metadata(self, model: Any, *args: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What :func:`lowbit.save` writes: canonical bytes, each tensor once, and the header that describes them."""
+        from ..checkpoint.inventory import Inventory
+
+        found = Inventory(model)
+        model.config.quantization_config = self.quantization_config  # config.json is written next
+        return {stored.name: stored.value().detach().cpu() for stored in found.tensors}, found.header.metadata()
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Gradients pass through quantized layers, to adapters and to what stayed float."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def attach(model: Any, plan: Plan | None = None) -> None:
+    """Let ``model.save_pretrained`` write ``model``, one of transformers' that was quantized outside from_pretrained."""
+    from .ties import quantized_ties, set_ties
+
+    model.hf_quantizer = LowbitQuantizer(LowbitFolder(None if plan is None else plan.recipe))
+    model.hf_quantizer.plan = plan
+    model._weight_conversions = []
+    if getattr(model, "all_tied_weights_keys", None):
+        set_ties(model, quantized_ties(model))
+
+
+def register(module: ModuleType) -> None:
+    """Enter lowbit in transformers' tables; ``module`` is ``transformers.quantizers.auto``."""
+    if METHOD not in module.AUTO_QUANTIZER_MAPPING:
+        module.register_quantization_config(METHOD)(LowbitFolder)
+        module.register_quantizer(METHOD)(LowbitQuantizer)

@@ -1,0 +1,128 @@
+"""Quantizing a model while it is loaded: each weight as soon as it stands in its module."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ..layers import Layer, tied_groups
+from ..planning import LayerPlan
+from ..quantize import planned, replace_layers
+from .ties import quantized_ties, set_ties, tie_outline
+
+__all__ = ["Stream"]
+
+
+class Stream:
+    """Plans what becomes of ``model``, which is on the meta device, and waits for its weights.
+
+    torch tells of every parameter that a module is given; one that transformers loaded and the plan has is quantized
+    there and then, and its float module goes. Weights that several layers read wait until :meth:`finish`, when they are
+    tied, and so do those that no file had.
+
+    Raises ``ValueError`` for a recipe that matches nothing, and while loading for a weight with NaN or infinity.
+    """
+
+    def __init__(self, model: Any, recipe: Any, device_map: Any) -> None:
+        if recipe is None:
+            raise ValueError("quantization_config says nothing of how to quantize: give lowbit.Config with a recipe")
+        tie_outline(model)  # a plan has to see the ties
+        self._model = model
+        self.plan, layers = planned(model, recipe, None, _device(device_map))
+        shared = {i for group in tied_groups(layers) for i in group}
+        self._waiting: dict[int, tuple[LayerPlan, Layer]] = {}
+        self._late: list[tuple[LayerPlan, Layer]] = []
+        for i, (entry, layer) in enumerate(zip(self.plan.layers, layers, strict=True)):
+            if entry.target is None:
+                continue
+            if i in shared:
+                self._late.append((entry, layer))
+            else:
+                self._waiting[id(layer.module)] = entry, layer
+        self._bytes = {f"{e.name}.weight": e.bits_per_weight / 8 for e in self.plan.changed}
+        self._streamed: list[nn.Module] = []
+        self._listen()
+
+    def _listen(self) -> None:
+        listener = weakref.ref(self)
+
+        def arrived(module: nn.Module, name: str, parameter: Any) -> None:
+            if (stream := listener()) is not None:
+                stream._arrived(module, name, parameter)
+
+        hook = register_module_parameter_registration_hook(arrived)
+        self._deaf = weakref.finalize(self, hook.remove)  # or sooner; a load that fails does not come to finish()
+
+    def _arrived(self, module: nn.Module, name: str, parameter: Any) -> None:
+        if name != "weight" or id(module) not in self._waiting or not getattr(parameter, "_is_hf_initialized", False):
+            return
+        entry, layer = self._waiting.pop(id(module))
+        module._parameters[name] = parameter
+        self._replace([(entry, layer)])
+        replacement = self._model.get_submodule(entry.name)
+        replacement._is_hf_initialized = True
+        self._streamed.append(replacement)
+
+    def _replace(self, found: list[tuple[LayerPlan, Layer]]) -> None:
+        replace_layers(self._model, [entry for entry, _ in found], [layer for _, layer in found])
+
+    def conversions(self) -> list[Any]:
+        return []
+
+    def keeps(self, name: str) -> bool:
+        return False
+
+    def element_size(self, name: str) -> float | None:
+        return self._bytes.get(name)
+
+    def finish(self, model: Any) -> None:
+        """Quantize what had to wait, and hand the hooks of dispatched layers on."""
+        self._deaf()
+        late = [*self._late, *self._waiting.values()]
+        hooks = [(entry.names, _taken_hook(layer.module)) for entry, layer in late]
+        for entry, layer in late:
+            if layer.weight.device.type == "meta":
+                raise ValueError(
+                    f"{entry.name} was sent to disk by device_map before it could be quantized: "
+                    "quantize the model first (lowbit quantize), and load that folder"
+                )
+        self._replace(late)
+        for names, hook in hooks:
+            if hook is not None:
+                _give_hook(model.get_submodule(names[0]), hook)
+        for module in self._streamed:
+            bias = module._parameters.get("bias")
+            if bias is not None and not bias.is_meta and not getattr(bias, "_is_hf_initialized", False):
+                nn.init.zeros_(bias)  # no file had it, and transformers left it to the module that is gone
+        set_ties(model, quantized_ties(model))
+        self._late, self._waiting = [], {}
+
+
+def _device(device_map: Any) -> torch.device:
+    """Where most of the model will be, to tell its kernels."""
+    places = list(device_map.values()) if isinstance(device_map, dict) else [device_map]
+    for place in places:
+        if isinstance(place, int) or (isinstance(place, (str, torch.device)) and str(place).partition(":")[0] in ("cuda", "cpu")):
+            return torch.device(place)
+    chosen = isinstance(device_map, str) and torch.cuda.is_available()  # "auto" and its like
+    return torch.device("cuda" if chosen else "cpu")
+
+
+def _taken_hook(module: nn.Module) -> Any:
+    """accelerate's hook of a dispatched layer, taken off it."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        from accelerate.hooks import remove_hook_from_module
+
+        remove_hook_from_module(module)
+    return hook
+
+
+def _give_hook(module: nn.Module, hook: Any) -> None:
+    from accelerate.hooks import add_hook_to_module
+
+    add_hook_to_module(module, hook)
