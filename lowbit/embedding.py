@@ -28,7 +28,7 @@ class QEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
     def forward(self, indices: Tensor) -> Tensor:
         """``indices`` (any shape) to [..., embedding_dim]."""
         weight = (self.packed, self.scale, self.zero_point, self.outer)
-        return torch.ops.lowbit.embedding(indices, *weight, self.spelling, self.byte_layout, self._k, self.weight_dtype)
+        return torch.ops.lowbit.embedding(indices, *weight, self.spelling, self._held_layout, self._k, self.weight_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self._quantization_repr()}"

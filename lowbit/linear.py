@@ -49,11 +49,11 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
             return y
         if x.dim() == 0 or x.shape[-1] != self._k:  # the operator knows K from x alone
             raise ValueError(f"x must end in {self._k} features, got shape {tuple(x.shape)}")
-        weight = (self.packed, self.scale, self.zero_point, self.outer)
+        weight, layout = (self.packed, self.scale, self.zero_point, self.outer), self._held_layout
         if self.activation is None:
-            return torch.ops.lowbit.linear(x, *weight, self.bias, self.spelling, self.byte_layout)
+            return torch.ops.lowbit.linear(x, *weight, self.bias, self.spelling, layout)
         return torch.ops.lowbit.quantized_linear(
-            x, *weight, self.bias, self.spelling, self.byte_layout, str(self.activation), self.input_scale
+            x, *weight, self.bias, self.spelling, layout, str(self.activation), self.input_scale
         )
 
     def _without_dispatcher(self, x: Tensor) -> Tensor | None:
@@ -72,7 +72,9 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         if (known := signature(x, scale, bias)) is None:
             return None
         run = self._shortcuts.get(known)
-        if run is None:
+        if run is None or self._shortcuts.packed() is not packed:
+            if not self._is_own(packed):
+                return None
             what = (self._operator, self.byte_layout, self._k, self.scheme, self.activation)
             run = self._shortcuts.find(known, *what, x, (packed, scale, zero_point, outer), bias)
             if run is None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack as _transform
+from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowbit_kernels.layouts import LAYOUTS
 from lowbit_kernels.ops import call_for
 from lowbit_kernels.registry import preferred_layout
 from lowbit_kernels.shortcut import Shortcuts
@@ -26,6 +29,7 @@ __all__ = ["QuantizedModule"]
 _PARTS = ("packed", "scale", "zero_point", "outer")
 _GIVEN = frozenset({*_PARTS, "bias", "activation"})  # what the selection of a kernel looks at
 _readers = WeakIdKeyDictionary()  # from the parameter that holds the codes to the modules that were given it
+_handed_out = WeakIdKeyDictionary()  # canonical codes that a state_dict made from another layout
 
 
 class QuantizedModule(nn.Module):
@@ -74,9 +78,45 @@ class QuantizedModule(nn.Module):
         """Note that this module reads its codes, so that modules which share them are known to each other."""
         _readers.setdefault(self.packed, WeakSet()).add(self)
 
+    def _is_own(self, packed: Tensor) -> bool:
+        """Whether shortcuts are of these codes from now on: codes that were put in past this module take none."""
+        if self not in _readers.get(packed, ()):
+            return False
+        if self._shortcuts.packed() is not packed:
+            self._shortcuts.clear()
+            self._shortcuts.packed = ref(packed)
+        return True
+
     def _sharing(self) -> list[QuantizedModule]:
         """The modules that read these very codes, this one among them."""
         return [module for module in _readers.get(self.packed, ()) if module._parameters.get("packed") is self.packed]
+
+    @property
+    def _held_layout(self) -> str:
+        """The layout of the codes that are held now; ``byte_layout`` is that of the module's own.
+
+        ``torch.func.functional_call`` and tools that offload write tensors straight into ``_parameters``. Those that some
+        module reads lie in its layout, those of a ``state_dict`` are canonical, and of others the sizes tell. Raises
+        ``RuntimeError`` where they do not.
+        """
+        packed = self._parameters.get("packed")
+        if packed is None or is_compiling() or type(packed) not in (Tensor, nn.Parameter):
+            return self.byte_layout
+        for module in _readers.get(packed, ()):
+            if module._parameters.get("packed") is packed:
+                return module.byte_layout
+        if packed in _handed_out:
+            return "canonical"
+        held = packed.shape[-1], self.scale.shape[-1]
+        names = dict.fromkeys(("canonical", self.byte_layout))
+        fitting = [name for name in names if LAYOUTS[name].sizes(self.scheme, packed.shape[0], self._k) == held]
+        if len(fitting) > 1 and _transform() is None:
+            raise RuntimeError(
+                f"the codes of this {type(self).__name__} were put in past it, and their size does not tell whether they are "
+                f"canonical or in the layout {self.byte_layout}: give what its state_dict() or its parameters() hold, uncopied, "
+                "or use load_state_dict"
+            )
+        return fitting[0] if len(fitting) == 1 else self.byte_layout
 
     def _preferred(self, device: torch.device, dtype: torch.dtype) -> str:
         if device.type == "meta" or len(self._sharing()) > 1:
@@ -106,7 +146,7 @@ class QuantizedModule(nn.Module):
         """The weight as one :class:`QTensor` over the module's own bytes."""
         shape = (self.packed.shape[0], self._k)
         parts = (self.packed, self.scale, self.zero_point, self.outer)
-        return QTensor(*parts, self.scheme, shape, self.weight_dtype, self.byte_layout)
+        return QTensor(*parts, self.scheme, shape, self.weight_dtype, self._held_layout)
 
     @weight.setter
     def weight(self, value: QTensor) -> None:
@@ -140,6 +180,8 @@ class QuantizedModule(nn.Module):
             return tensor.to(moved.device) if keep else moved
 
         readers = list(_readers.pop(self.packed, ()))  # torch swaps no parameter that has weak references
+        for module in {self, *readers}:
+            module._shortcuts.clear()
         super()._apply(apply, recurse)
         self._shortcuts.clear()
         for module in {self, *readers}:
@@ -182,6 +224,7 @@ class QuantizedModule(nn.Module):
         if self.byte_layout != "canonical":
             parts = self.weight.canonical()._parts()
             destination.update({prefix + name: part if keep_vars else part.detach() for name, part in parts.items()})
+            _handed_out[destination[prefix + "packed"]] = True
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any) -> None:
         extra = state_dict.get(prefix + "_extra_state")

@@ -52,8 +52,25 @@ def signature(x: Tensor, scale: Tensor, bias: Tensor | None) -> Hashable | None:
     return (x.shape, x.dtype, x.device, bias.shape, bias.dtype, bias.device) if type(bias) in _PLAIN else None
 
 
+def _nothing() -> None:
+    return None
+
+
 class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
-    """The kernels of one weight's products, by signature. Its holder clears it whenever the weight changes what it is."""
+    """The kernels of one weight's products, by signature. Its holder clears it whenever the weight changes what it is.
+
+    ``packed()``: the codes that they are of, where the holder's may be exchanged behind its back; it keeps none alive.
+    """
+
+    packed: Callable[[], Tensor | None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = _nothing
+
+    def clear(self) -> None:
+        super().clear()
+        self.packed = _nothing
 
     def find(
         self,
@@ -80,6 +97,6 @@ class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
         reads = kernel.layout is not None or layout == "canonical"
         run = bind(kernel.run, scheme) if reads else partial(registry.run, call)
         if len(self) >= _MOST:
-            self.clear()
+            super().clear()
         self[signature] = run
         return run

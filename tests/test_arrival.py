@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -372,3 +374,66 @@ def test_spans_are_whole_tiles_and_small(n: int, k: int) -> None:
             assert (span.stop - span.start) * k <= max(most, tiles.ROWS * k)
             last = span.stop
         assert last == n
+
+
+# ---- codes that are put in past the module -----------------------------------------------------------------------
+
+
+def beside(scheme: str, k: int = 512) -> tuple[QLinear, Tensor, Tensor]:
+    """A layer whose rows fill units of tiles, an x that picks some columns of its weight, and these columns."""
+    module = QLinear(make(scheme, 32, k, seed=3))
+    places = [0, 37, 300]
+    return module, torch.eye(k)[places], module.weight.dequantize()[:, places].t()
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    """Whether these are the same weights: another kernel may round scale, outer scale and their product in another order."""
+    return bool(((got - want).abs() <= 4 * 2.0**-24 * want.abs()).all())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4_row", "int3_g48", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_functional_call_takes_what_a_module_hands_out(cpu_reads_tiles: None, scheme: str, warm: bool) -> None:
+    module, x, expected = beside(scheme)
+    assert in_tiles(module)
+    for held in (module.state_dict(), dict(module.named_parameters()), beside(scheme)[0].state_dict()):
+        if warm:
+            module(x)
+        assert same(torch.func.functional_call(module, held, (x,)), expected)
+        assert same(module(x), expected)
+    other = QLinear(make(scheme, 32, 512, seed=9))
+    assert same(torch.func.functional_call(module, dict(other.named_parameters()), (x,)), other(x))
+    assert same(torch.func.functional_call(module, other.state_dict(), (x,)), other(x))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4_row", "int3_g48", "nvfp4"])
+def test_bytes_of_unknown_origin_are_told_by_their_size_or_refused(cpu_reads_tiles: None, scheme: str) -> None:
+    module, x, expected = beside(scheme)
+    module(x)
+    ambiguous = module.weight.packed.shape == module.weight.canonical().packed.shape
+    ambiguous &= module.weight.scale.shape == module.weight.canonical().scale.shape
+    for parts in (module.state_dict(), dict(module.named_parameters())):
+        copies = {name: part.clone() for name, part in parts.items() if name in PARTS}
+        if ambiguous:
+            with pytest.raises(RuntimeError, match="were put in past it"):
+                torch.func.functional_call(module, copies, (x,))
+        else:
+            assert same(torch.func.functional_call(module, copies, (x,)), expected)
+        kept = dict(module._parameters)
+        module._parameters.update({name: nn.Parameter(part, requires_grad=False) for name, part in copies.items()})
+        if ambiguous:
+            with pytest.raises(RuntimeError, match="were put in past it"):
+                module(x)
+        else:
+            assert same(module(x), expected)
+        module._parameters.update(kept)
+        assert same(module(x), expected)
+
+
+def test_codes_that_are_exchanged_are_not_kept_alive(cpu_reads_tiles: None) -> None:
+    module, x, expected = beside("int8")
+    assert same(module(x), expected)
+    codes = weakref.ref(module.packed)
+    module._parameters["packed"] = nn.Parameter(torch.empty_like(module.packed, device="meta"), requires_grad=False)
+    gc.collect()
+    assert codes() is None
