@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -32,25 +33,22 @@ class Browser:
         self._seconds, self._next, self._rest = seconds, 0, b""
         self._answers: dict[int, dict[str, Any]] = {}
         self._session: str | None = None
-        to_browser, self._out = os.pipe()
-        self._in, from_browser = os.pipe()
+        reads, self._out = os.pipe()
+        self._in, writes = os.pipe()
+        # The browser reads from 3 and writes to 4: its ends lie above both until a shell puts them there.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (reads, writes)]
         command = [
             str(browser_path()), "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={profile}", "--no-first-run",
             "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--disable-background-networking",
             "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND",
             *(["--no-sandbox"] if os.getuid() == 0 else []), "about:blank",
         ]  # fmt: skip
-        # The browser reads from 3 and writes to 4.
-        shell = ["sh", "-c", f'exec 3<&{to_browser} 4>&{from_browser}; exec "$@"', "sh", *command]
+        shell = ["bash", "-c", f'exec 3<&{ends[0]} 4>&{ends[1]}; exec "$@"', "bash", *command]
         self._process = subprocess.Popen(
-            shell,
-            pass_fds=(to_browser, from_browser),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            shell, pass_fds=ends, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        os.close(to_browser)
-        os.close(from_browser)
+        for end in (reads, writes, *ends):
+            os.close(end)
 
     def __enter__(self) -> Browser:
         target = self._send("Target.createTarget", url="about:blank")["targetId"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from xml.etree import ElementTree
@@ -25,7 +25,7 @@ INK, MUTED, LINE, ACCENT, SOFT, FILL, PAPER = (
 _PARTS = {INK: "ink", MUTED: "muted", LINE: "line", ACCENT: "accent", SOFT: "soft", FILL: "fill", PAPER: "paper"}
 _SETTINGS = {
     "svg.fonttype": "none", "text.parse_math": False, "font.family": "sans-serif", "font.size": 11, "figure.dpi": 72,
-    "axes.titlesize": 11.5, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 8,
+    "axes.titlesize": 11.5, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 8, "axes.titley": 1.0,
     "axes.labelsize": 11, "axes.labelcolor": MUTED, "axes.edgecolor": LINE, "axes.linewidth": 0.8,
     "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.titlecolor": INK,
     "axes.facecolor": "none", "figure.facecolor": "none", "text.color": INK, "xtick.color": LINE, "ytick.color": LINE,
@@ -71,20 +71,23 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """An ``svg`` element for a page; ``name`` is unique in it and stands before every id."""
+    """An ``svg`` element for a page; ``name`` is unique in it and begins every id."""
     out = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = out.getvalue()
     root = ElementTree.fromstring(text[text.index("<svg") :])
+    ids: dict[str, str] = {}
     for element in root.iter():
         for inner in [child for child in element if _plain(child.tag) in ("metadata", "style")]:
             element.remove(inner)
         element.tag = _plain(element.tag)
-        for key, value in list(element.attrib.items()):
-            del element.attrib[key]
-            if _plain(key) != "id" or element.tag != "g":
-                element.attrib[_plain(key)] = _own(_plain(key), value, name)
+        attributes = {_plain(key): value for key, value in element.attrib.items()}
+        if element.tag == "g":
+            attributes.pop("id", None)  # groups are named, and nothing refers to them
+        element.attrib = {
+            key: _own(key, value, lambda old: ids.setdefault(old, f"{name}-{len(ids)}")) for key, value in attributes.items()
+        }
     width, height = (root.attrib.pop(side).removesuffix("pt") for side in ("width", "height"))
     root.attrib = {"viewBox": f"0 0 {width} {height}", "aria-hidden": "true", "focusable": "false"}
     return ElementTree.tostring(root, encoding="unicode")
@@ -95,16 +98,20 @@ def _plain(name: str) -> str:
     return name.rpartition("}")[2]
 
 
-def _own(key: str, value: str, name: str) -> str:
+def _own(key: str, value: str, renamed: Callable[[str], str]) -> str:
+    """An attribute with the page's colours and typeface, and ids that no other drawing has: matplotlib's are of addresses."""
     if key == "id":
-        return f"{name}-{value}"
+        return renamed(value)
     if key == "href":
-        return value.replace("#", f"#{name}-")
-    value = re.sub(r"url\(#", f"url(#{name}-", value)
+        return f"#{renamed(value.removeprefix('#'))}"
+    if key == "clip-path":
+        return re.sub(r"url\(#(.*)\)", lambda found: f"url(#{renamed(found[1])})", value)
     if key != "style":
         return value
-    value = re.sub(r"font: (?:(\w+) )?([\d.]+)px [^;]+", lambda m: f"font-size: {m[2]}px{_weight(m[1])}", value)
-    return re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--{_PARTS[m[0]]})" if m[0] in _PARTS else m[0], value)
+    # One release of matplotlib says all of a typeface in one property, the next in three.
+    value = re.sub(r"font: (?:(\w+) )?([\d.]+)px [^;]+", lambda found: f"font-size: {found[2]}px{_weight(found[1])}", value)
+    value = re.sub(r"font-family: [^;]+; ?", "", value)
+    return re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{_PARTS[found[0]]})" if found[0] in _PARTS else found[0], value)
 
 
 def _weight(word: str | None) -> str:

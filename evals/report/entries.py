@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def recipe(self) -> str:
-        return clean(self.outcome["recipe"])
+        return clean(self.outcome["recipe"]) or "no name"
 
     @property
     def label(self) -> str:

@@ -72,7 +72,7 @@ def _boxes(x: float, y: float, width: float, height: float) -> list[tuple[_Box, 
 def _cost(box: _Box, taken: Sequence[_Box], frame: Any) -> float:
     """Pixels of ``box`` that are taken or outside of the frame, in parts of its own."""
     left, bottom, right, top = box
-    area = (right - left) * (top - bottom)
+    area = max((right - left) * (top - bottom), 1.0)
     inside = max(0.0, min(right, frame.x1 + 4) - max(left, frame.x0)) * max(0.0, min(top, frame.y1) - max(bottom, frame.y0))
     covered = sum(
         max(0.0, min(right, r) - max(left, l)) * max(0.0, min(top, t) - max(bottom, b))

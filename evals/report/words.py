@@ -27,7 +27,7 @@ def number(value: Any, digits: int = 2) -> str:
 
 def points(value: Any, sign: bool = True) -> str:
     """A share 0..1 in points of a hundred."""
-    if finite(value) is None:
+    if value is None or finite(100 * value) is None:
         return NONE
     text = f"{100 * value:{'+' if sign else ''}.1f}".replace("-", "\u2212")
     return text[1:] if text in ("+0.0", "\u22120.0") else text
@@ -155,7 +155,9 @@ def change(found: Change) -> dict[str, str]:
         "runs": f"{before.letter} → {after.letter}",
         "task": "" if found.task is None else clean(found.task, 40),
     }
-    if found.task is not None:
+    if found.task is None:
+        cells["accuracy"] = ""
+    else:
         values = [(entry.task(found.task) or {}).get("value") for entry in (before, after)]
         cells["accuracy"] = " → ".join(points(value, False) for value in values)
     cells["paired"] = "" if paired is None else f"{points(paired.difference)} [{points(paired.low)}, {points(paired.high)}]"
