@@ -41,7 +41,7 @@ def write_result(path: Path, figures: dict[str, Any]) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write ``text`` beside the file and rename; makes the folder if there is none."""
+    """Write ``text`` beside the file and rename; makes the folder if there is none. Raises ``OSError`` that names the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -49,6 +49,8 @@ def replace_file(path: Path, text: str) -> None:
             file.write(text)
         os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise

@@ -7,6 +7,7 @@ that failed or whose output nobody read to the end, 2 for a command line that ma
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -25,6 +26,8 @@ from .quantizing import quantize
 from .reporting import report
 
 __all__ = ["app", "main", "run"]
+
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
 
 app = typer.Typer(name="lowbit", add_completion=False, pretty_exceptions_enable=False)
 for name, function in (
@@ -74,13 +77,7 @@ def run(arguments: Sequence[str]) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the rest of the process
     try:
         code = command.main(list(arguments) or ["--help"], prog_name="lowbit", standalone_mode=False)
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:  # a full disk behind a redirection
-            _drop_stdout()
-            return _failed(f"the output cannot be written: {error.strerror}", 1)
+        sys.stdout.flush()
     except BrokenPipeError:
         _drop_stdout()
         return 1
@@ -92,6 +89,9 @@ def run(arguments: Sequence[str]) -> int:
         format_message = getattr(error, "format_message", None)  # a mistake in the command line has one
         if format_message is not None:
             return _failed(format_message(), getattr(error, "exit_code", 2))
+        if isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM:  # every file has a name
+            _drop_stdout()
+            return _failed(f"the output cannot be written: {error.strerror}", 1)
         return _failed(_words(error), 1)
     return (code if isinstance(code, int) else 0) if arguments else 2
 
