@@ -36,7 +36,7 @@ class _Finder:
         run = loader.exec_module
 
         def run_and_register(module: ModuleType) -> None:
-            loader.exec_module = run
+            del loader.exec_module
             run(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)

@@ -55,9 +55,11 @@ class LowbitQuantizer(HfQuantizer):
         checkpoint_files: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        from ..tensor import QTensor
         from .folder import Folder
         from .stream import Stream
 
+        QTensor._is_hf_initialized = True  # type: ignore[attr-defined] # models fill with random numbers what is not marked so
         with torch.device("cpu"):  # all that is made here without a device would be made on the meta device
             if self.pre_quantized:
                 self._loading = Folder(model, checkpoint_files)

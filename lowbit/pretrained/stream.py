@@ -55,7 +55,7 @@ class Stream:
                 stream._arrived(module, name, parameter)
 
         hook = register_module_parameter_registration_hook(arrived)
-        self._deaf = weakref.finalize(self, hook.remove)  # or sooner; a load that fails does not come to finish()
+        self._deaf = weakref.finalize(self, hook.remove)  # where something else fails
 
     def _arrived(self, module: nn.Module, name: str, parameter: Any) -> None:
         if name != "weight" or id(module) not in self._waiting or not getattr(parameter, "_is_hf_initialized", False):
@@ -68,7 +68,11 @@ class Stream:
         self._streamed.append(replacement)
 
     def _replace(self, found: list[tuple[LayerPlan, Layer]]) -> None:
-        replace_layers(self._model, [entry for entry, _ in found], [layer for _, layer in found])
+        try:
+            replace_layers(self._model, [entry for entry, _ in found], [layer for _, layer in found])
+        except BaseException:
+            self._deaf()  # a load that fails does not come to finish()
+            raise
 
     def conversions(self) -> list[Any]:
         return []
