@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -143,9 +144,10 @@ def _rebuilt(
     shape: tuple[int, ...],
     transposed: bool | None = None,
     layout: str = "canonical",
+    dtype: torch.dtype | None = None,
 ) -> QTensor:
     turned = like.transposed if transposed is None else transposed
-    return _assemble(parts, like.scheme, shape, like.dtype, layout, turned)
+    return _assemble(parts, like.scheme, shape, dtype or like.dtype, layout, turned)
 
 
 @_on(ATEN, aten.slice.Tensor)
@@ -263,6 +265,11 @@ def _same_kind(tensors: Sequence[Tensor], what: str) -> list[QTensor]:
     return [q.canonical() for q in tensors]  # type: ignore[attr-defined]
 
 
+def _common_dtype(tensors: Sequence[QTensor]) -> torch.dtype:
+    """The dtype that the float weights of several become together, in any order."""
+    return reduce(torch.promote_types, (q.dtype for q in tensors))
+
+
 def _cat_parts(
     tensors: Sequence[QTensor], join: Callable[[list[Tensor]], Tensor], shared: tuple[str, ...] = ()
 ) -> dict[str, Tensor]:
@@ -290,7 +297,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
         return _cat_k(qs)
     parts = _cat_parts(qs, lambda p: torch.cat(p, dim=stored), shared)
     shape = (*first._stored_shape[:stored], sum(q._stored_shape[stored] for q in qs), *first._stored_shape[stored + 1 :])
-    return _rebuilt(first, parts, shape)
+    return _rebuilt(first, parts, shape, dtype=_common_dtype(qs))
 
 
 def _cat_k(qs: list[QTensor]) -> QTensor:
@@ -307,7 +314,8 @@ def _cat_k(qs: list[QTensor]) -> QTensor:
     packed = torch.cat([plane for column in zip(*rows, strict=True) for plane in column], dim=-1)
     parts = _cat_parts(qs, lambda p: torch.cat(p, dim=-1), shared=("packed", "outer"))
     parts["packed"] = packed
-    return _rebuilt(first, parts, (*first._stored_shape[:-1], sum(q._stored_shape[-1] for q in qs)))
+    shape = (*first._stored_shape[:-1], sum(q._stored_shape[-1] for q in qs))
+    return _rebuilt(first, parts, shape, dtype=_common_dtype(qs))
 
 
 @_on(ATEN, aten.stack.default)
@@ -319,4 +327,4 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
         raise ValueError("stack makes a dimension before the matrices, of tensors of one shape")
     parts = _cat_parts(qs, lambda p: torch.stack(p, dim=dim))
     shape = (*parts["packed"].shape[:-1], first._stored_shape[-1])
-    return _rebuilt(first, parts, shape)
+    return _rebuilt(first, parts, shape, dtype=_common_dtype(qs))

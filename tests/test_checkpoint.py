@@ -365,3 +365,22 @@ def test_memory_is_the_file_and_one_tensor(tmp_path):
         < os.path.getsize(tmp_path / "model.safetensors") + one + slack
     )
     same(model, kept[0])
+
+
+def test_views_that_negate_and_conjugate_are_tensors_of_their_own(tmp_path):
+    numbers = torch.randn(3, dtype=torch.complex64)
+    model, again = nn.Module(), nn.Module()
+    for name, tensor in {"plain": numbers, "conjugate": numbers.conj(), "negative": numbers.conj().imag}.items():
+        model.register_buffer(name, tensor)
+        again.register_buffer(name, torch.zeros(3, dtype=tensor.dtype))
+    lowbit.save(model, tmp_path)
+    lowbit.load(tmp_path, model=again)
+    assert all(torch.equal(getattr(again, name), tensor) for name, tensor in model.named_buffers())
+
+
+def test_a_name_that_the_format_keeps_for_itself(tmp_path):
+    model = nn.Module()
+    model.register_buffer("__metadata__", torch.zeros(3))
+    with pytest.raises(ValueError, match="can be called __metadata__"):
+        lowbit.save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

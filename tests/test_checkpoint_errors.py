@@ -191,6 +191,10 @@ HEADERS = {
     "no group": (weight(group_size=0), "group_size must be -1 .* or at least 1, got 0"),
     "half a group": (weight(group_size=2.5), "group_size is missing or of the wrong type: 2.5"),
     "another group": (weight(group_size=8), r"0\.scale is bfloat16 \[3, 2\] in the file, expected bfloat16 \[3, 5\]"),
+    "an activation with a zero point": (
+        lambda entries, header: header["quantized"]["1"].update(activation="uint4:g32:zint:bf16"),
+        "quantized weight 1: an activation scheme has no zero point",
+    ),
     "a huge group": (weight(group_size=1 << 40), "larger than any memory"),
     "a zero point": (weight(zero_point="half"), "zero_point must be one of none, int, float, got 'half'"),
     "another zero point": (weight(zero_point="float"), r"0\.zero_point is uint8 \[3, 1\] in the file, expected bfloat16"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -16,39 +15,17 @@ import transformers
 
 import lowbit
 from lowbit.command import run
-
-WORDS = [f"w{i}" for i in range(40)]
+from tests.models import exam_and_text, word_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny llama and a tokenizer of words."""
-    import tokenizers
-
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    vocabulary = {word: i for i, word in enumerate(["?", *WORDS, *"ABCD"])}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.2,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    return word_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an exam and a text."""
-    folder = tmp_path_factory.mktemp("material")
-    for split in ("dev", "test"):
-        (folder / split).mkdir()
-        with (folder / split / f"words_{split}.csv").open("w", newline="", encoding="utf-8") as table:
-            csv.writer(table).writerows([WORDS[i], *WORDS[i : i + 4], "ABCD"[i % 4]] for i in range(12))
-    (folder / "text.txt").write_text(" ".join(WORDS[i * i % 40] for i in range(600)), encoding="utf-8")
-    return folder
+    return exam_and_text(tmp_path_factory.mktemp("material"))
 
 
 def parsed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
@@ -114,15 +91,24 @@ def test_inspect(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "7 quantized layers" in printed
 
 
+def test_inspect_tells_a_header_that_its_tensors_contradict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantized = torch.nn.Sequential(torch.nn.Linear(64, 8))
+    lowbit.quantize_(quantized, "int8")
+    lowbit.save(quantized, tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'\\"shape\\":[8,64]', b'\\"shape\\":[8,32]'))
+    assert "0.packed is uint8 [8, 64], and the header says uint8 [8, 32]" in failed(capsys, 1, "inspect", tmp_path)
+
+
 def test_eval(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["eval", model, "--data", material, "--text", material / "text.txt", "--limit", 5, "--context", 32]
     report = tmp_path / "report.json"
     found = parsed(capsys, *arguments, "--recipes", "int8,int3_g32", "--shots", 2, "--report", report)
     assert json.loads(report.read_text()) == found
     assert [outcome["recipe"] for outcome in found["outcomes"]] == ["float", "int8", "int3_g32"]
-    assert {outcome["exam"]["questions"] for outcome in found["outcomes"]} == {5}
-    assert found["outcomes"][0]["exam"]["difference"] is None
-    assert found["outcomes"][2]["exam"]["difference"]["n"] == 5
+    assert {outcome["tasks"]["mmlu"]["n"] for outcome in found["outcomes"]} == {5}
+    assert found["outcomes"][0]["tasks"]["mmlu"]["difference"] is None
+    assert found["outcomes"][2]["tasks"]["mmlu"]["difference"]["n"] == 5
     assert run([*map(str, arguments), "-r", "nf4"]) == 0
     assert "nf4" in capsys.readouterr().out
 

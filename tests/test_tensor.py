@@ -318,3 +318,13 @@ def test_another_layout_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved.t().byte_layout == moved.clone().byte_layout == "upside-down"
     assert torch.equal(moved.t().dequantize(), q.t().dequantize())
     assert torch.equal(copy.copy(moved).packed, q.packed)  # what a pickle holds
+
+
+@given(st.lists(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]), min_size=1, max_size=4))
+def test_joined_tensors_have_the_dtype_that_float_ones_have(dtypes):
+    parts = [QTensor.quantize(torch.ones(2, 64, dtype=dtype), "int8") for dtype in dtypes]
+    dense = [part.dequantize() for part in parts]
+    for join in (torch.cat, torch.stack):
+        assert join(parts).dtype == join(dense).dtype
+    grouped = [part.requantize("int4_g32") for part in parts]
+    assert torch.cat(grouped, dim=1).dtype == torch.cat(dense, dim=1).dtype

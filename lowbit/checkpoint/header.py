@@ -214,6 +214,8 @@ def _entry(entry: Any, formats: dict[str, Any], what: str) -> Entry:
         raise CheckpointError(f"{what}: {error}") from error
     if activation is not None and activation.group_size >= 1 << 31:
         raise CheckpointError(f"{what}: group_size {activation.group_size} of the activation is larger than any memory")
+    if activation is not None and activation.zero_point != "none":
+        raise CheckpointError(f"{what}: an activation scheme has no zero point, got {activation}")
     for name in found.formats():
         if name not in formats:
             raise CheckpointError(f"{what}: the header has no table of the format {name!r}")

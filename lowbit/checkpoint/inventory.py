@@ -53,6 +53,7 @@ class Inventory:
         place: Any = id(source)
         if source.numel():
             place = (source.device, source.data_ptr(), source.dtype, tuple(source.shape), source.stride())
+            place += source.is_conj(), source.is_neg()  # numbers that the same bytes stand for by a flag of the view
         first = self._kept.setdefault((place, item.spec), item.name)
         if first == item.name:
             self.tensors.append(Stored(item.name, item.spec, item.value))
@@ -122,10 +123,12 @@ def _part(weight: QTensor, part: str) -> Tensor:
 
 def _plain_item(name: str, tensor: Tensor) -> _Item:
     _check(name, tensor)
-    return _Item(name, Spec(tensor.dtype, tuple(tensor.shape)), tensor, lambda: tensor)
+    return _Item(name, Spec(tensor.dtype, tuple(tensor.shape)), tensor, lambda: tensor.resolve_conj().resolve_neg())
 
 
 def _check(name: str, tensor: Tensor) -> None:
+    if name == "__metadata__":
+        raise ValueError(f"no tensor of a safetensors file can be called {name}: rename it")
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(f"{name} has no shape yet: run the model once before saving it")
     if tensor.device.type == "meta":

@@ -42,9 +42,15 @@ def _opened(path: Path) -> tuple[Header, dict[str, Spec], list[Path]]:
 
 
 def _described(path: Path, header: Header, specs: dict[str, Spec], files: list[Path]) -> dict[str, Any]:
+    from lowbit.checkpoint import CheckpointError
     from lowbit.checkpoint.header import VERSION
 
     layers = [_layer(name, entry) for name, entry in header.quantized.items() if f"{name}.packed" in specs]
+    for layer in layers:
+        for part, spec in header.quantized[layer["name"]].parts().items():
+            stored = f"{layer['name']}.{part}"
+            if (found := specs.get(header.aliases.get(stored, stored), spec)) != spec:  # of a shard others hold the rest
+                raise CheckpointError(f"{path}: {stored} is {found}, and the header says {spec}: cut short or altered")
     parts = {f"{layer['name']}.{part}" for layer in layers for part in header.quantized[layer["name"]].parts()}
     weights = sum(math.prod(layer["shape"]) for layer in layers)
     held = sum(layer["bytes"] for layer in layers)
