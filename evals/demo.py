@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
 from .evaluation import TOY, Material, Outcome, Progress, compare
+from .tasks import MMLU
 
 __all__ = ["RECIPES", "run", "table"]
 
@@ -29,7 +30,7 @@ RECIPES = (
 _SHORT = {"int8_dynamic_activation_int8_weight": "int8, x int8", "int8_dynamic_activation_int4_weight": "int4, x int8"}
 
 
-def run(*, limit: int | None = None, recipes: Sequence[str] = RECIPES, progress: Progress | None = None) -> Iterator[Outcome]:
+def run(*, limit: int | None = None, recipes: Sequence[str] = RECIPES, progress: Progress | None = None) -> list[Outcome]:
     """Measure the model in the box: its own held-out text, its exam (``limit`` questions a subject), files and speed.
 
     Raises ``FileNotFoundError`` where the model is not there, with the command that makes it.
@@ -41,43 +42,63 @@ def run(*, limit: int | None = None, recipes: Sequence[str] = RECIPES, progress:
     model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(TOY, local_files_only=True)
     material = Material.read(limit=limit)
-    yield from compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, files=True, speed=True, progress=progress)
+    return compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, files=True, speed=True, progress=progress)
 
 
 def table(outcomes: Sequence[Outcome], title: str = "") -> Table:
     """Outcomes as a table; columns that nothing was measured for are left out."""
-    files = any(outcome.file_bytes is not None for outcome in outcomes)
-    speeds = any(outcome.speed is not None for outcome in outcomes)
+    first = outcomes[0]
+    columns: list[tuple[str, Callable[[Outcome], str]]] = [("bits", _bits)]
+    if any(outcome.file_bytes is not None for outcome in outcomes):
+        columns.append(("file MB", lambda o: "" if o.file_bytes is None else f"{o.file_bytes / 1e6:.2f}"))
+    if first.perplexity is not None:
+        columns.append(("perplexity", _perplexity))
+    for task in first.tasks:
+        short = "exam" if len(first.tasks) == 1 and task == MMLU else task
+        columns.append((f"{short} %", lambda o, task=task: f"{100 * o.tasks[task].value:.1f}"))
+        columns.append(("difference, 95 %", lambda o, task=task: _difference(o, task)))
+        columns.append(("flips", lambda o, task=task: _flips(o, task)))
+    if any(outcome.divergence is not None for outcome in outcomes):
+        columns.append(("KL", lambda o: "" if o.divergence is None else f"{o.divergence.kl:.4f}"))
+        columns.append(("same token %", lambda o: "" if o.divergence is None else f"{100 * o.divergence.agreement:.1f}"))
+    last: list[tuple[str, Callable[[Outcome], str]]] = [
+        ("tok/s", lambda o: "" if o.speed is None else f"{o.speed.tokens_per_second:.0f}")
+    ]
+    last = [*(last if any(outcome.speed is not None for outcome in outcomes) else ()), ("s", lambda o: f"{o.seconds:.1f}")]
+
     made = Table(title=title or None, title_justify="left")
     made.add_column("scheme", no_wrap=True)
-    for name in ("bits", *(("file MB",) if files else ()), "perplexity", "exam %", "difference, 95 %", "flips"):
+    for name, _ in columns:
         made.add_column(name, justify="right", no_wrap=name != "difference, 95 %")
     made.add_column("kernel: decode")
     made.add_column("prompt")
-    for name in (*(("tok/s",) if speeds else ()), "s"):
+    for name, _ in last:
         made.add_column(name, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        made.add_row(*_cells(outcome, files, speeds))
+    for o in outcomes:
+        kernels = [_names(o.kernels["decode"]), _names(o.kernels["prompt"])]
+        made.add_row(_SHORT.get(o.recipe, o.recipe), *(cell(o) for _, cell in columns), *kernels, *(cell(o) for _, cell in last))
     return made
 
 
-def _cells(outcome: Outcome, files: bool, speeds: bool) -> list[str]:
-    d = outcome.difference
-    cells = [_SHORT.get(outcome.recipe, outcome.recipe), f"{outcome.bits_per_weight:.2f}"]
-    if files:
-        cells.append("" if outcome.file_bytes is None else f"{outcome.file_bytes / 1e6:.2f}")
-    cells += [
-        f"{outcome.perplexity.value:.2f}" if outcome.perplexity.value < 1e5 else f"{outcome.perplexity.value:.1e}",
-        f"{100 * outcome.answers.accuracy:.1f}",
-        "" if d is None else f"{100 * d.difference:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}]",
-        "" if d is None else f"+{d.gained} -{d.lost}",
-        _names(outcome.kernels["decode"]),
-        _names(outcome.kernels["prompt"]),
-    ]
-    if speeds:
-        cells.append("" if outcome.speed is None else f"{outcome.speed.tokens_per_second:.0f}")
-    return [*cells, f"{outcome.seconds:.1f}"]
+def _bits(outcome: Outcome) -> str:
+    return f"{outcome.bits_per_weight:.2f}"
 
 
-def _names(kernels: dict[str, int]) -> str:
+def _perplexity(outcome: Outcome) -> str:
+    if outcome.perplexity is None:
+        return ""
+    return f"{outcome.perplexity.value:.2f}" if outcome.perplexity.value < 1e5 else f"{outcome.perplexity.value:.1e}"
+
+
+def _difference(outcome: Outcome, task: str) -> str:
+    d = outcome.differences.get(task)
+    return "" if d is None else f"{100 * d.difference:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}]"
+
+
+def _flips(outcome: Outcome, task: str) -> str:
+    d = outcome.differences.get(task)
+    return "" if d is None else f"+{d.gained} -{d.lost}"
+
+
+def _names(kernels: Mapping[str, int]) -> str:
     return ", ".join(sorted(kernels, key=lambda name: -kernels[name])) or "torch"

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowbit import QLinear, quantize_, save, trace_kernels
+from lowbit import QLinear, Recipe, quantize_, save, trace_kernels
 
-from .exam import Answers, Question, read_exam, sample, take_exam
+from .anatomy import float_weights, layer_figures, size_of
+from .cache import Cache, fingerprint
+from .divergence import Divergence, Reference, divergence
 from .generation import Speed, decode_speed
-from .paired import Paired, paired_difference
-from .perplexity import Perplexity, perplexity
+from .harness import BATCH, Score, ask, scores_of, write_results
+from .paired import Paired, corrected, paired_difference
+from .perplexity import Perplexity, context_of, perplexity, windows_of
+from .report import FORMAT
+from .results import origin
+from .tasks import MMLU, Suite, read_tasks
 
-__all__ = ["TOY", "TOY_DATA", "TOY_TEXT", "Material", "Outcome", "compare"]
+__all__ = ["TOY", "TOY_DATA", "TOY_TEXT", "Material", "Outcome", "compare", "result"]
 
 TOY = Path(__file__).parent / "toy" / "model"
 """The model in the box."""
@@ -34,83 +42,111 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Material:
-    """What every model is measured on: a text in chunks of ``context`` tokens (at most ``chunks``), an exam, and the
-    solved questions of each subject that stand before its questions."""
+    """What every model is measured on.
 
-    text: str
-    questions: tuple[Question, ...]
-    examples: Mapping[str, Sequence[Question]] = field(default_factory=dict)
+    Attributes:
+        suite: tasks of lm-eval; None for none.
+        text: for perplexity, in chunks of ``context`` tokens that begin ``stride`` tokens apart, at most ``chunks``; None
+            for none.
+        batch: prompts of a task at a time.
+        compared: chunks of the text on which the divergence from the float model is measured; 0 for none.
+    """
+
+    suite: Suite | None
+    text: str | None
     context: int | None = None
+    stride: int | None = None
     chunks: int | None = None
+    batch: int = BATCH
+    compared: int = 0
 
     @staticmethod
     def read(
-        data: str | Path = TOY_DATA,
-        text: str | Path = TOY_TEXT,
+        data: str | Path | None = TOY_DATA,
+        text: str | Path | None = TOY_TEXT,
         *,
+        tasks: Sequence[str] = (MMLU,),
         limit: int | None = None,
-        shots: int = 0,
+        shots: int | None = None,
         context: int | None = None,
+        stride: int | None = None,
         chunks: int | None = None,
+        batch: int = BATCH,
+        compared: int = 0,
     ) -> Material:
-        """The exam in the folder ``data`` and the UTF-8 file ``text``.
+        """The ``tasks`` with their rows from the folder ``data`` (None: the hub), and the UTF-8 file ``text``.
 
-        ``limit``: questions a subject at most, always the same ones; ``shots``: 0..5 examples from the dev split.
-        Raises ``ValueError`` for anything that cannot be read, naming the file.
+        ``limit``: questions a task (of MMLU: a subject) at most, the first ones; ``shots``: solved examples before each, the
+        task's own number if None. Raises ``ValueError`` for anything that cannot be read, naming the file.
         """
-        if not 0 <= shots <= 5:
-            raise ValueError(f"shots must be 0..5, got {shots}")
-        examples: dict[str, list[Question]] = {}
-        for question in read_exam(data, "dev") if shots else ():
-            examples.setdefault(question.subject, []).append(question)
-        try:
-            content = Path(text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the text {text} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-        questions = tuple(sample(read_exam(data), limit))
-        return Material(content, questions, {name: group[:shots] for name, group in examples.items()}, context, chunks)
+        content = None
+        if text is not None:
+            try:
+                content = Path(text).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"the text {text} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        suite = read_tasks(tasks, data, limit=limit, shots=shots) if tasks else None
+        return Material(suite, content, context, stride, chunks, batch, compared)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One model, measured.
+    """One model, measured. What was not asked for is None, or empty.
 
     Attributes:
         recipe: what it was quantized by; ``"float"`` for the model as it came, ``"as loaded"`` where that was quantized.
         bits_per_weight: stored bits of a weight of the layers that the recipe changed, scales included.
-        file_bytes: what its weights take on the disk, written by :func:`lowbit.save`; None where not asked for.
-        difference: the accuracy against the float model on the same questions; None for the float model.
+        file_bytes: what its weights take on the disk, written by :func:`lowbit.save`.
+        size: bytes of its parameters by kind: :func:`lowbit.evals.anatomy.size_of`.
+        tasks: a score for each task or group that was asked for.
+        differences: of each task the accuracy against the float model on the same questions; empty for the float model.
+        divergence: how far its predictions are from the float model's on the same text; None for the float model.
+        layers, histograms: :func:`lowbit.evals.anatomy.layer_figures`.
         kernels: which kernels ran, by calls, for a single token (``"decode"``) and for ``prompt`` rows (``"prompt"``).
+        shortened: prompts that were cut at their beginning to fit the model's context.
         seconds: what quantizing and measuring took.
     """
 
     recipe: str
     bits_per_weight: float
     file_bytes: int | None
-    perplexity: Perplexity
-    answers: Answers
-    difference: Paired | None
-    kernels: dict[str, dict[str, int]]
+    size: Mapping[str, int]
+    perplexity: Perplexity | None
+    tasks: Mapping[str, Score]
+    divergence: Divergence | None
+    kernels: Mapping[str, Mapping[str, int]]
     speed: Speed | None
     seconds: float
+    shortened: int = 0
+    differences: Mapping[str, Paired] = field(default_factory=dict)
+    layers: Sequence[Mapping[str, Any]] = ()
+    histograms: Sequence[Mapping[str, Any]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; accuracies are 0..1."""
-        return {
-            "recipe": self.recipe,
-            "bits_per_weight": self.bits_per_weight,
-            "file_bytes": self.file_bytes,
-            "perplexity": asdict(self.perplexity),
-            "exam": {
-                "questions": len(self.answers.questions),
-                "accuracy": self.answers.accuracy,
-                "shortened": self.answers.shortened,
-                "difference": None if self.difference is None else asdict(self.difference),
-            },
-            "kernels": self.kernels,
-            "speed": None if self.speed is None else asdict(self.speed),
-            "seconds": self.seconds,
+        plain = {
+            name: None if (part := getattr(self, name)) is None else asdict(part)
+            for name in ("perplexity", "divergence", "speed")
         }
+        tasks = {
+            name: {**_plain(score), "difference": self.differences[name].to_dict() if name in self.differences else None}
+            for name, score in self.tasks.items()
+        }
+        kept = ("recipe", "bits_per_weight", "file_bytes", "size", "kernels", "layers", "histograms", "shortened", "seconds")
+        return {**{name: getattr(self, name) for name in kept}, **plain, "tasks": tasks}
+
+
+def result(model: str, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+    """All of an evaluation as plain data, in the form that :func:`lowbit.evals.report.write_report` reads."""
+    return {
+        "format": FORMAT,
+        "origin": origin(),
+        "model": model,
+        "tasks": [*outcomes[0].tasks, *(() if outcomes[0].perplexity is None else ("perplexity",))],
+        "seconds": seconds,
+        "outcomes": [outcome.to_dict() for outcome in outcomes],
+        "gemv": None,
+    }
 
 
 def compare(
@@ -122,9 +158,11 @@ def compare(
     files: bool = False,
     speed: bool = False,
     device: str | torch.device | None = None,
+    cache: str | Path | None = None,
+    harness: str | Path | None = None,
     progress: Progress | None = None,
-) -> Iterator[Outcome]:
-    """The float model, then it quantized by each of ``recipes``, one outcome at a time.
+) -> list[Outcome]:
+    """The float model, then it quantized by each of ``recipes``, in this order.
 
     Args:
         load: makes the float model anew; a model is let go before the next is made.
@@ -132,22 +170,206 @@ def compare(
         files: also write each to a temporary folder and count its bytes.
         speed: also time decoding.
         device: where the models run.
+        cache: a folder that keeps what was measured, so that an evaluation that was interrupted goes on. Another model,
+            recipe, task, device or version of the software is measured anew.
+        harness: a folder that gets lm-eval's own JSON of each model, under its recipe's name.
         progress: called with (what is being done, done, in all).
     """
-    baseline: Answers | None = None
-    for what in (None, *recipes):
+    course = _Course(load, tokenizer, material, device, None if cache is None else Path(cache), progress)
+    outcomes: list[Outcome] = []
+    try:
+        for what in (None, *recipes):
+            outcomes.append(course.measure(what, files, speed, None if harness is None else Path(harness)))
+    finally:
+        course.close()
+    return _compared(outcomes)
+
+
+def _compared(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """``outcomes`` with differences from the first, corrected for all comparisons together."""
+    first, *others = outcomes
+    places = [(i, name) for i, other in enumerate(others) for name in other.tasks]
+    found = corrected([paired_difference(first.tasks[name].right, others[i].tasks[name].right) for i, name in places])
+    by_outcome: list[dict[str, Paired]] = [{} for _ in others]
+    for (i, name), paired in zip(places, found, strict=True):
+        by_outcome[i][name] = paired
+    return [first, *(replace(other, differences=paired) for other, paired in zip(others, by_outcome, strict=True))]
+
+
+class _Course:
+    """One evaluation under way: what its models share."""
+
+    def __init__(
+        self,
+        load: Callable[[], nn.Module],
+        tokenizer: Any,
+        material: Material,
+        device: str | torch.device | None,
+        cache: Path | None,
+        progress: Progress | None,
+    ) -> None:
+        self.load, self.tokenizer, self.material, self.device = load, tokenizer, material, device
+        self.folder, self.progress = cache, progress
+        self.identity: str | None = None
+        self.reference: Reference | None = None
+
+    def close(self) -> None:
+        """Give back what the float model's predictions take on the disk."""
+        if self.reference is not None:
+            self.reference.close()
+
+    def float_model(self) -> nn.Module:
+        """The model as it comes, on its device."""
+        model = self.load().eval()
+        return model if self.device is None else model.to(self.device)
+
+    def measure(self, what: Any, files: bool, speed: bool, harness: Path | None) -> Outcome:
+        """One outcome; figures that the cache holds are not measured again, and a model that needs none is not made."""
         start = time.perf_counter()
-        model = load().eval()
-        name = _name(model) if what is None else str(getattr(what, "name", what))
-        if device is not None:
-            model = model.to(device)
-        bits = _bits_as_loaded(model) if what is None else _quantized_bits(model, what)
-        outcome = _measure(model, tokenizer, material, name, files, speed, progress)
-        del model
-        baseline = baseline or outcome["answers"]
-        difference = None if what is None else paired_difference(baseline.right, outcome["answers"].right)
-        seconds = time.perf_counter() - start
-        yield Outcome(recipe=name, bits_per_weight=bits, difference=difference, seconds=seconds, **outcome)
+        made = _Made(self, what)
+        if self.identity is None and self.folder is not None:
+            self.identity = fingerprint(made.model, self.tokenizer)
+        recipe = None if what is None else Recipe.of(what).to_dict()
+        key = {"model": self.identity, "recipe": recipe, "device": str(self.device), "software": _software()}
+        cache = Cache(self.folder, key)
+        name = str(getattr(what, "name", what)) if what is not None else cache.figure("name", 0, lambda: _name(made.model))
+
+        def step(words: str) -> Callable[[int, int], None]:
+            return lambda done, total: None if self.progress is None else self.progress(f"{name}: {words}", done, total)
+
+        weights = cache.figure("weights", 0, made.weights)
+        size = cache.figure("file", 0, lambda: _file_bytes(made.model)) if files else None
+        loss = self._perplexity(cache, made, step("perplexity"))
+        answers = self._answers(cache, made, step("questions"))
+        if answers is not None and harness is not None:
+            write_results(answers["lm_eval"], harness / _as_file(name))
+        far = self._divergence(cache, made, what, step("divergence"))
+        kernels = cache.figure(
+            "kernels", PROMPT, lambda: {"decode": _kernels(made.model, 1), "prompt": _kernels(made.model, PROMPT)}
+        )
+        timed = cache.figure("speed", 0, lambda: asdict(decode_speed(made.model))) if speed else None
+        seconds = cache.figure("seconds", [files, speed, *self._of()], lambda: time.perf_counter() - start)
+        return Outcome(
+            recipe=name, file_bytes=size, **weights, perplexity=loss, divergence=far, kernels=kernels,
+            tasks={} if answers is None else {task: Score(**score) for task, score in answers["scores"].items()},
+            speed=None if timed is None else Speed(**timed), seconds=seconds,
+            shortened=0 if answers is None else answers["shortened"],
+        )  # fmt: skip
+
+    def _of(self) -> list[Any]:
+        """What figures of the text and the tasks depend on."""
+        m = self.material
+        return [m.text, m.context, m.stride, m.chunks, m.batch, m.compared, None if m.suite is None else m.suite.identity]
+
+    def _perplexity(self, cache: Cache, made: _Made, progress: Callable[[int, int], None]) -> Perplexity | None:
+        m = self.material
+        if m.text is None:
+            return None
+        text, options = m.text, {"context": m.context, "stride": m.stride, "limit": m.chunks}
+        measured = cache.figure(
+            "perplexity",
+            [text, options],
+            lambda: asdict(perplexity(made.model, self.tokenizer, text, progress=progress, **options)),
+        )
+        return Perplexity(**measured)
+
+    def _answers(self, cache: Cache, made: _Made, progress: Callable[[int, int], None]) -> dict[str, Any] | None:
+        suite, batch = self.material.suite, self.material.batch
+        if suite is None:
+            return None
+
+        def asked() -> dict[str, Any]:
+            from lm_eval.utils import handle_non_serializable
+
+            found = ask(made.model, self.tokenizer, suite, batch=batch, cache=cache, progress=progress)
+            shortened, scores = found.pop("shortened"), scores_of(found, suite)
+            found.pop("samples")
+            plain = json.loads(json.dumps(found, default=handle_non_serializable))
+            return {"scores": {name: asdict(score) for name, score in scores.items()}, "lm_eval": plain, "shortened": shortened}
+
+        return cache.figure("answers", [suite.identity, batch], asked)
+
+    def _divergence(self, cache: Cache, made: _Made, what: Any, progress: Callable[[int, int], None]) -> Divergence | None:
+        m = self.material
+        if m.text is None or m.compared < 2:
+            return None
+        if what is None:
+            # While the float model is at hand; where everything else is known already, it is made again when it is needed.
+            if made.exists:
+                self._refer(made.model, progress)
+            return None
+
+        def measured() -> dict[str, Any]:
+            if self.reference is None:
+                self._refer(self.float_model(), progress)
+            assert self.reference is not None
+            return asdict(divergence(made.model, self.reference, progress=progress))
+
+        return Divergence(**cache.figure("divergence", [m.text, m.context, m.compared], measured))
+
+    def _refer(self, model: nn.Module, progress: Callable[[int, int], None]) -> None:
+        m = self.material
+        assert m.text is not None
+        chunks = windows_of(self.tokenizer, m.text, context_of(model, m.context), limit=m.compared)
+        if len(chunks) >= 2:
+            self.reference = Reference.collect(model, chunks, progress=progress)
+
+
+class _Made:
+    """A model that is loaded and quantized when somebody asks for it."""
+
+    def __init__(self, course: _Course, what: Any) -> None:
+        self._course, self._what = course, what
+        self._model: nn.Module | None = None
+        self._figures: dict[str, Any] = {}
+
+    @property
+    def exists(self) -> bool:
+        return self._model is not None
+
+    @property
+    def model(self) -> nn.Module:
+        if self._model is None:
+            model = self._course.float_model()
+            if self._what is None:
+                self._figures = {"bits_per_weight": _bits_as_loaded(model), "layers": [], "histograms": []}
+            else:
+                before = float_weights(model)
+                bits = _quantized_bits(model, self._what)
+                layers, histograms = layer_figures(model, before)
+                self._figures = {"bits_per_weight": bits, "layers": layers, "histograms": histograms}
+            self._model = model
+        return self._model
+
+    def weights(self) -> dict[str, Any]:
+        """Bits a weight, bytes by kind, and figures of each layer."""
+        size = size_of(self.model)
+        return {**self._figures, "size": size}
+
+
+def _software() -> dict[str, str]:
+    """Versions that figures may depend on."""
+    names = ("lowbit", "torch", "transformers", "tokenizers", "lm-eval")
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _plain(score: Score) -> dict[str, Any]:
+    found = asdict(score)
+    if found["subjects"] is None:
+        del found["subjects"]
+    return found
+
+
+def _as_file(name: str) -> str:
+    """A recipe's name as that of a folder."""
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)[:80]
 
 
 def _name(model: nn.Module) -> str:
@@ -166,27 +388,6 @@ def _quantized_bits(model: nn.Module, what: Any) -> float:
     changed = quantize_(model, what).changed
     numbers = [layer.shape[0] * layer.shape[1] for layer in changed]
     return sum(layer.bits_per_weight * n for layer, n in zip(changed, numbers, strict=True)) / sum(numbers)
-
-
-def _measure(
-    model: nn.Module, tokenizer: Any, material: Material, name: str, files: bool, speed: bool, progress: Progress | None
-) -> dict[str, Any]:
-    def step(what: str) -> Callable[[int, int], None]:
-        return lambda done, total: None if progress is None else progress(f"{name}: {what}", done, total)
-
-    size = _file_bytes(model) if files else None
-    loss = perplexity(
-        model, tokenizer, material.text, context=material.context, limit=material.chunks, progress=step("perplexity")
-    )
-    answers = take_exam(model, tokenizer, material.questions, examples=material.examples, progress=step("exam"))
-    kernels = {"decode": _kernels(model, 1), "prompt": _kernels(model, PROMPT)}
-    return {
-        "file_bytes": size,
-        "perplexity": loss,
-        "answers": answers,
-        "kernels": kernels,
-        "speed": decode_speed(model) if speed else None,
-    }
 
 
 def _file_bytes(model: nn.Module) -> int:

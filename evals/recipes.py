@@ -16,6 +16,7 @@ from typing import Any
 from .evaluation import TOY, Material, compare
 from .results import write_result
 from .tables import RESULTS, recipes_table
+from .tasks import MMLU
 
 __all__ = ["FOLDER", "main", "measure", "names", "when"]
 
@@ -50,8 +51,9 @@ def measure(
 
 
 def _row(outcome: dict[str, Any]) -> dict[str, Any]:
-    kept = ("recipe", "bits_per_weight", "file_bytes", "perplexity", "exam")
-    return {**{name: outcome[name] for name in kept}, "when": "" if outcome["recipe"] == "float" else when(outcome["recipe"])}
+    kept = {name: outcome[name] for name in ("recipe", "bits_per_weight", "file_bytes", "perplexity")}
+    exam = {name: outcome["tasks"][MMLU][name] for name in ("n", "value", "difference")}
+    return {**kept, "exam": exam, "when": "" if outcome["recipe"] == "float" else when(outcome["recipe"])}
 
 
 def main(arguments: list[str] | None = None) -> None:

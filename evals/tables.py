@@ -54,13 +54,13 @@ def demo_table(results: list[dict[str, Any]]) -> str:
     (result,) = results
 
     def row(outcome: dict[str, Any]) -> tuple[Any, ...]:
-        exam, speed = outcome["exam"], outcome["speed"]
+        exam, speed = outcome["tasks"]["mmlu"], outcome["speed"]
         d = exam["difference"]
         paired = "" if d is None else f"{100 * d['difference']:+.1f} [{100 * d['low']:+.1f}, {100 * d['high']:+.1f}]"
         kernels = ", ".join(f"`{name}`" for name in outcome["kernels"]["decode"]) or "torch"
         return (
             f"`{outcome['recipe']}`", f"{outcome['bits_per_weight']:.2f}", f"{outcome['file_bytes'] / 1e6:.2f}",
-            f"{outcome['perplexity']['value']:.2f}", f"{100 * exam['accuracy']:.1f}", paired, kernels,
+            f"{outcome['perplexity']['value']:.2f}", f"{100 * exam['value']:.1f}", paired, kernels,
             f"{speed['tokens_per_second']:.0f}",
         )  # fmt: skip
 
@@ -76,7 +76,7 @@ def recipes_table(results: list[dict[str, Any]]) -> str:
         exam = found["exam"]
         return (
             f"`{found['recipe']}`", found["when"], f"{found['bits_per_weight']:.2f}", f"{found['file_bytes'] / 1e6:.2f}",
-            f"{found['perplexity']['value']:.3f}", f"{100 * exam['accuracy']:.1f}", _points(exam["difference"]),
+            f"{found['perplexity']['value']:.3f}", f"{100 * exam['value']:.1f}", _points(exam["difference"]),
         )  # fmt: skip
 
     head = "recipe |when to pick it |bits a weight|file, MB|perplexity|exam, %|difference, points [95 %]"

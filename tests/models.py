@@ -1,10 +1,17 @@
-"""Small random models of the architectures that people quantize."""
+"""Small random models of the architectures that people quantize, and something to ask them."""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORDS = [f"w{i}" for i in range(40)]
 
 
 def llama(tied: bool = True, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -33,3 +40,34 @@ def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
     """Token ids for the language models above."""
     return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def word_model(folder: Path) -> Path:
+    """A folder with a llama in bf16 and a tokenizer of :data:`WORDS` and the letters A to D."""
+    vocabulary = {word: i for i, word in enumerate(["?", *WORDS, *"ABCD"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?", eos_token="?").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def exam_and_text(folder: Path) -> Path:
+    """``folder`` with an exam in :data:`WORDS` and a text."""
+    for split in ("dev", "test"):
+        write_exam(folder, split, "words", ([WORDS[i], *WORDS[i : i + 4], "ABCD"[i % 4]] for i in range(12)))
+    (folder / "text.txt").write_text(" ".join(WORDS[i * i % 40] for i in range(600)), encoding="utf-8")
+    return folder
+
+
+def write_exam(folder: Path, split: str, subject: str, rows: Iterable[Sequence[str]]) -> None:
+    """A table of questions in MMLU's layout."""
+    path = folder / split / f"{subject}_{split}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as table:
+        csv.writer(table).writerows(rows)

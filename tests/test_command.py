@@ -185,7 +185,7 @@ def test_demo(model: Path, material: Path, capsys: pytest.CaptureFixture[str], m
         (1, ["inspect", "MODEL"], "not written by lowbit.save"),
         (1, ["inspect", "MATERIAL/text.txt"], "text.txt"),
         (1, ["inspect", "./absent"], "absent"),
-        (1, ["eval", "MODEL", "--data", "MODEL"], "holds no test/SUBJECT_test.csv"),
+        (1, ["eval", "MODEL", "--tasks", "mmlu", "--data", "MODEL"], "holds no test/SUBJECT_test.csv"),
         (1, ["eval", "MODEL", "--data", "MATERIAL", "--text", "absent.txt"], "absent.txt cannot be read"),
         (
             1,

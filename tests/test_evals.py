@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import csv
+import json
 import math
 import string
 from pathlib import Path
 
-import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import transformers
@@ -16,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowbit.evals import evaluation
-from lowbit.evals.exam import LETTERS, Answers, ExamError, Question, prompt, read_exam, sample, take_exam
+from lowbit.evals.exam import LETTERS, ExamError, Question, prompt, read_exam
 from lowbit.evals.generation import decode_speed
 from lowbit.evals.perplexity import perplexity
 
@@ -102,18 +102,35 @@ def test_tables_that_are_none(tmp_path: Path) -> None:
     path.write_text('"open', encoding="utf-8")
     with pytest.raises(ExamError, match="row 1: "):
         read_exam(tmp_path)
+    path.write_text("x" * (17 << 20), encoding="utf-8")
+    with pytest.raises(ExamError, match="row 1: a line is longer than 16 MiB"):
+        read_exam(tmp_path)
 
 
-def test_a_sample_is_the_same_in_any_order_and_grows() -> None:
-    questions = [Question(subject, f"{i}?", ("a", "b", "c", "d"), i % 4) for i in range(20) for subject in ("x", "y")]
-    few, more = sample(questions, 3), sample(questions, 7)
-    assert [q.subject for q in few].count("x") == [q.subject for q in few].count("y") == 3
-    assert set(few) <= set(more)
-    assert set(sample(questions[::-1], 3)) == set(few)
-    assert few == [q for q in questions if q in set(few)]
-    assert sample(questions, None) == sample(questions, 100) == questions
-    with pytest.raises(ValueError, match="at least 1"):
-        sample(questions, 0)
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_rows_with_names(tmp_path: Path, ending: str) -> None:
+    rows = [{"question": QUESTION.text, "choices": [*QUESTION.choices], "answer": QUESTION.answer}]
+    path = write_rows(tmp_path / "test" / f"old_maps_test{ending}", rows)
+    assert read_exam(tmp_path) == [QUESTION]
+    write_rows(path, [*rows, {**rows[0], "choices": ["a", "b", "c"]}])
+    with pytest.raises(ExamError, match=r"row 2: .*got 5 fields") as caught:
+        read_exam(tmp_path)
+    assert str(path) in str(caught.value)
+    write_rows(path, [{"question": "Which?", "choices": ["a", "b", "c", "d"]}])
+    with pytest.raises(ExamError, match="row 1: the field 'answer' is missing"):
+        read_exam(tmp_path)
+    path.write_bytes(b"{\n")
+    with pytest.raises(ExamError, match=str(path)):
+        read_exam(tmp_path)
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
 
 
 def test_the_prompt() -> None:
@@ -122,68 +139,6 @@ def test_the_prompt() -> None:
     heading = "The following are multiple choice questions (with answers) about old maps.\n\n"
     assert prompt(question) == heading + asked
     assert prompt(question, [question]) == f"{heading}{asked} B\n\n{asked}"
-
-
-# ---- answers ---------------------------------------------------------------------------------------------------------
-
-
-def some_questions(n: int) -> list[Question]:
-    rng = np.random.default_rng(0)
-    return [
-        Question("x", "w" * int(rng.integers(1, 90)) + "?", ("a", "bb" * int(rng.integers(0, 9)), "c", "d"), int(rng.integers(4)))
-        for _ in range(n)
-    ]
-
-
-def one_at_a_time(model: nn.Module, questions: list[Question]) -> tuple[int, ...]:
-    tokenizer = LetterTokenizer()
-    letters = [tokenizer.ids[f" {letter}"] for letter in LETTERS]
-    with torch.no_grad():
-        logits = [model(torch.tensor([tokenizer(prompt(q))["input_ids"]])).logits[0, -1, letters] for q in questions]
-    return tuple(int(four.argmax()) for four in logits)
-
-
-def test_padding_changes_no_answer(model: nn.Module) -> None:
-    questions = some_questions(40)
-    answers = take_exam(model, LetterTokenizer(), questions)
-    assert answers.picked == one_at_a_time(model, questions)
-    assert len(set(answers.picked)) > 1
-    assert answers.accuracy == sum(p == q.answer for p, q in zip(answers.picked, questions, strict=True)) / 40
-    assert answers.shortened == 0
-
-
-def test_a_model_that_cannot_spare_logits(model: nn.Module) -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.config = model, model.config
-
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> object:
-            return self.inner(input_ids, attention_mask=attention_mask)
-
-    questions = some_questions(9)
-    assert take_exam(Plain(), LetterTokenizer(), questions).picked == one_at_a_time(model, questions)
-
-
-def test_examples_are_dropped_where_the_context_ends(model: nn.Module) -> None:
-    questions = some_questions(4)
-    answers = take_exam(model, LetterTokenizer(), questions, examples={"x": some_questions(5)})
-    assert answers.shortened == 4
-    long = Question("x", "w" * 500, ("a", "b", "c", "d"), 0)
-    assert take_exam(model, LetterTokenizer(), [long]).shortened == 1
-
-
-def test_answers_must_be_single_tokens(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match="splits into 2 tokens"):
-        take_exam(model, lambda text, **_: {"input_ids": [1, 2]}, some_questions(1))
-    with pytest.raises(ValueError, match="at least one question"):
-        take_exam(model, LetterTokenizer(), [])
-
-
-def test_right_and_wrong_answers() -> None:
-    answers = Answers((QUESTION, QUESTION), (2, 0))
-    assert answers.right == (True, False)
-    assert answers.accuracy == 0.5
 
 
 # ---- perplexity and speed --------------------------------------------------------------------------------------------
@@ -214,9 +169,32 @@ def test_perplexity_is_the_direct_computation(model: nn.Module) -> None:
     assert perplexity(model, tokenizer, TEXT, context=48, limit=1).tokens == 47
 
 
+@given(st.integers(2, 40), st.integers(1, 40))
+@settings(max_examples=12, deadline=None)
+def test_a_stride_predicts_every_token_once(model: nn.Module, context: int, stride: int) -> None:
+    tokenizer, stride = LetterTokenizer(), min(stride, context)
+    text = TEXT[: context + 6 * stride]
+    found = perplexity(model, tokenizer, text, context=context, stride=stride)
+    losses, end = [], 1
+    with torch.no_grad():
+        for start in range(0, len(text) - context + 1, stride):
+            ids = torch.tensor(tokenizer(text[start : start + context])["input_ids"])
+            each = nn.functional.cross_entropy(model(ids[None]).logits[0, :-1].double(), ids[1:], reduction="none")
+            losses += each[max(end - start, 1) - 1 :].tolist()
+            end = start + context
+    assert (found.tokens, found.stride) == (len(losses), stride)
+    assert found.loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-5)
+    if stride < context:
+        assert found.tokens == len(text) - 1
+    else:
+        assert found == perplexity(model, tokenizer, text, context=context)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"context": 48, "stride": 49}, "1 to the context's 48"),
+        ({"context": 48, "stride": 0}, "1 to the context's 48"),
         ({"context": 1}, "at least 2"),
         ({"context": 257}, "at most the model's 256"),
         ({"context": 48, "limit": 0}, "at least 1 chunk"),
@@ -236,40 +214,3 @@ def test_decoding_is_timed(model: nn.Module) -> None:
     assert speed.first_token > 0
     with pytest.raises(ValueError, match="together at most 256"):
         decode_speed(model, prompt=200, steps=57)
-
-
-# ---- comparing -------------------------------------------------------------------------------------------------------
-
-
-def test_models_are_compared_on_the_same_material(model: nn.Module) -> None:
-    material = evaluation.Material(TEXT, tuple(some_questions(12)), context=64, chunks=3)
-    steps: list[str] = []
-    outcomes = list(
-        evaluation.compare(
-            lambda: copy.deepcopy(model), LetterTokenizer(), ["int8", "int2_g32"], material,
-            files=True, progress=lambda what, done, total: steps.append(what),
-        )
-    )  # fmt: skip
-    plain, int8, int2 = outcomes
-    assert [o.recipe for o in outcomes] == ["float", "int8", "int2_g32"]
-    assert plain.bits_per_weight == 32
-    assert plain.difference is None
-    assert plain.kernels == {"decode": {}, "prompt": {}}
-    assert int8.bits_per_weight > 8 > int2.bits_per_weight > 2
-    assert plain.file_bytes > int8.file_bytes > int2.file_bytes
-    assert abs(int8.perplexity.loss - plain.perplexity.loss) < abs(int2.perplexity.loss - plain.perplexity.loss)
-    assert int2.difference.n == 12
-    assert int2.difference.difference == pytest.approx(int2.answers.accuracy - plain.answers.accuracy)
-    assert sum(int8.kernels["decode"].values()) == sum(int8.kernels["prompt"].values()) == 14
-    assert "int8: perplexity" in steps
-    assert int8.to_dict()["exam"]["difference"]["n"] == 12
-
-
-def test_material_that_cannot_be_read(tmp_path: Path) -> None:
-    write_exam(tmp_path, rows_of([QUESTION]))
-    with pytest.raises(ValueError, match=r"absent\.txt cannot be read: No such file"):
-        evaluation.Material.read(tmp_path, tmp_path / "absent.txt")
-    with pytest.raises(ExamError, match=r"dev/SUBJECT_dev\.csv"):
-        evaluation.Material.read(tmp_path, tmp_path / "absent.txt", shots=2)
-    with pytest.raises(ValueError, match=r"0\.\.5"):
-        evaluation.Material.read(tmp_path, shots=6)

@@ -9,9 +9,10 @@ import transformers
 
 import lowbit
 from lowbit.evals.evaluation import TOY, TOY_DATA
-from lowbit.evals.exam import prompt, read_exam, take_exam
+from lowbit.evals.exam import prompt, read_exam
 from lowbit.evals.toy import corpus
 from lowbit.evals.toy.subjects import SUBJECTS
+from lowbit.evals.toy.train import share_of
 from lowbit.evals.toy.world import World, build
 
 
@@ -89,7 +90,7 @@ def test_committed_model_is_small_and_answers_the_exam(questions: list) -> None:
     assert weights.stat().st_size <= 12e6
     longest = max(len(tokenizer(prompt(q))["input_ids"]) for q in questions[::50])
     assert longest < model.config.max_position_embeddings
-    assert take_exam(model.float(), tokenizer, questions[::9]).accuracy >= 0.9
+    assert share_of(model.float(), tokenizer, questions[::9]) >= 0.9
 
 
 def test_three_bits_take_three_bits_on_the_disk(tmp_path: Path) -> None:

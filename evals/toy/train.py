@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..exam import LETTERS, Question, take_exam
+from ..exam import LETTERS, Question
+from ..harness import ask, scores_of
 from ..results import replace_file
+from ..tasks import MMLU, suite_of
 from .corpus import SEPARATOR, edition
 from .corpus import exam as questions_of
 from .world import ENTITIES, SEED, World, build
@@ -166,7 +168,7 @@ def fit(
                 row["seconds"] = round(time.monotonic() - began, 1)
             if step and (marks % 5 == 1 or done):
                 with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-                    row["exam"] = round(take_exam(model, tokenizer, sample).accuracy, 4)
+                    row["exam"] = round(share_of(model, tokenizer, sample), 4)
             report(row)
         if done:
             return step
@@ -188,6 +190,12 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     model.generation_config = GenerationConfig(eos_token_id=separator, pad_token_id=separator, max_new_tokens=128)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def share_of(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Question]) -> float:
+    """The share of `questions` that `model` answers right."""
+    suite = suite_of(questions)
+    return scores_of(ask(model, tokenizer, suite, batch=64), suite)[MMLU].value
 
 
 def main() -> None:
@@ -249,7 +257,7 @@ def train(arguments: argparse.Namespace, report: Report) -> None:
     windows = Windows(ids, starts, arguments.batch, arguments.seed, arguments.device)
     steps = fit(model, tokenizer, windows, tests[::8], arguments.steps, arguments.rate, report, arguments.seconds)
     save(model, tokenizer, arguments.out)
-    share = take_exam(model, tokenizer, tests).accuracy
+    share = share_of(model, tokenizer, tests)
     report({"steps": steps, "exam": round(share, 4), "seconds": round(time.monotonic() - began, 1)})
 
 

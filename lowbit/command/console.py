@@ -16,7 +16,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["JsonOption", "ReportOption", "bar", "note", "print_json", "print_table", "write_report"]
+__all__ = ["JsonOption", "ReportOption", "bar", "finite", "note", "print_json", "print_table", "write_report"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")]
 
@@ -51,14 +51,15 @@ def write_report(data: Any, path: Path | None) -> None:
 
 
 def _dumped(data: Any) -> str:
-    return json.dumps(_finite(data), indent=2, allow_nan=False)
+    return json.dumps(finite(data), indent=2, allow_nan=False)
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
+    """``data`` with null for the numbers that JSON lacks."""
     if isinstance(data, dict):
-        return {str(key): _finite(value) for key, value in data.items()}
+        return {str(key): finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
+        return [finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
@@ -84,7 +85,7 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    console = Console(file=sys.stderr)  # the one of now: what libraries write to stderr in the meantime may be caught
     columns = (
         TextColumn("{task.description:<44}"),
         BarColumn(),

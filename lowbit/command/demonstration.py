@@ -19,17 +19,17 @@ def demo(
     """Quantize the model in the box with a dozen schemes and measure each, in a few minutes on a CPU."""
     quiet_transformers()
     from lowbit.evals import demo as demonstration
-    from lowbit.evals.results import origin
+    from lowbit.evals.evaluation import result
 
     start = time.perf_counter()
     with bar() as progress:
-        outcomes = list(demonstration.run(limit=limit, progress=progress))
+        outcomes = demonstration.run(limit=limit, progress=progress)
     seconds = time.perf_counter() - start
-    result = {**origin(), "seconds": seconds, "outcomes": [outcome.to_dict() for outcome in outcomes]}
-    write_report(result, report)
+    found = result("the model in the box", outcomes, seconds)
+    write_report(found, report)
     if json:
-        print_json(result)
+        print_json(found)
         return
-    questions, tokens = len(outcomes[0].answers.questions), outcomes[0].perplexity.tokens
+    questions, tokens = outcomes[0].tasks["mmlu"].n, outcomes[0].perplexity.tokens
     print_table(demonstration.table(outcomes))
     print(f"{questions} exam questions (intervals: Tango's, paired), {tokens:,} held-out tokens, {seconds:.0f} s")

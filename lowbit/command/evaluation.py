@@ -2,44 +2,128 @@
 
 from __future__ import annotations
 
+import json as plain
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .console import JsonOption, ReportOption, bar, print_json, print_table, write_report
+from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
 from .model_source import DeviceOption, is_quantized, load_model, load_tokenizer, parse_recipe
+
+_PERPLEXITY = "perplexity"
 
 
 def evaluate(
     model: Annotated[str | None, typer.Argument(help="A folder or a hub id; the model in the box by default.")] = None,
     recipes: Annotated[str, typer.Option("--recipes", "-r", help="Recipes with commas between; empty for none.")] = "int8,int4",
+    tasks: Annotated[
+        str,
+        typer.Option(help="perplexity, mmlu, mmlu_stem, mmlu_anatomy, hellaswag, ...: lm-eval's names, with commas between."),
+    ] = "mmlu,perplexity",
     data: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="An exam in MMLU's layout; the toy exam by default.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Rows of the tasks: MMLU's own layout, TASK.jsonl or TASK.parquet; else the hub."),
     ] = None,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="A text for perplexity; the toy text by default.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions a subject at most, always the same.")] = None,
-    shots: Annotated[int, typer.Option(min=0, max=5, help="Solved questions before each question.")] = 0,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A text for perplexity; of the toy model its own by default.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions a task (of MMLU: a subject) at most, the first.")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, max=5, help="Solved questions before each; the task's own number.")] = None,
     context: Annotated[int | None, typer.Option(min=2, help="Tokens in a chunk of the text.")] = None,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens between chunks that overlap; the context by default.")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, help="Chunks of the text at most.")] = None,
+    divergence: Annotated[int, typer.Option(min=0, help="Chunks on which predictions are compared, token by token.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts of a task at a time, as lm-eval's --batch_size.")] = 16,
+    speed: Annotated[bool, typer.Option("--speed", help="Also time decoding.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Of the float model: float32, bfloat16, float16; that of its files.")] = None,
     device: DeviceOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FOLDER", help="Results, a report, and what a second run goes on from.", file_okay=False
+        ),
+    ] = None,
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure a model and its quantized versions on the same text and questions."""
+    """Measure a model and its quantized versions on the same questions and text, and say whether differences are chance."""
     wanted = [parse_recipe(name.strip()) for name in recipes.split(",") if name.strip()]
+    asked = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not asked:
+        raise typer.BadParameter("--tasks names no task: try --tasks mmlu,perplexity")
+    _check_folder(out)
+    convert = _conversion(dtype)
     from lowbit.evals import demo, evaluation
 
     source = str(evaluation.TOY) if model is None else model
     if wanted and is_quantized(source):
         raise typer.BadParameter(f"{source} is quantized already: give its float model, or --recipes ''")
-    material = evaluation.Material.read(
-        data or evaluation.TOY_DATA, text or evaluation.TOY_TEXT, limit=limit, shots=shots, context=context, chunks=chunks
-    )
-    tokenizer = load_tokenizer(source)
+    boxed = model is None
+    if _PERPLEXITY in asked and text is None and not boxed:
+        raise typer.BadParameter("perplexity needs a text: give one with --text FILE, or leave perplexity out of --tasks")
+    start = time.perf_counter()
     with bar() as progress:
-        found = evaluation.compare(lambda: load_model(source), tokenizer, wanted, material, device=device, progress=progress)
-        outcomes = list(found)
-    result = {"model": source, "outcomes": [outcome.to_dict() for outcome in outcomes]}
-    write_report(result, report)
-    print_json(result) if json else print_table(demo.table(outcomes, source))
+        progress("reading the tasks", 0, 1)
+        material = evaluation.Material.read(
+            evaluation.TOY_DATA if data is None and boxed else data,
+            (text or evaluation.TOY_TEXT) if _PERPLEXITY in asked else None,
+            tasks=[name for name in asked if name != _PERPLEXITY],
+            limit=limit, shots=shots, context=context, stride=stride, chunks=chunks, batch=batch_size, compared=divergence,
+        )  # fmt: skip
+        tokenizer = _tokenizer(source)
+        outcomes = evaluation.compare(
+            lambda: convert(load_model(source)), tokenizer, wanted, material, files=out is not None, speed=speed, device=device,
+            cache=None if out is None else out / "cache", harness=None if out is None else out / "lm-eval", progress=progress,
+        )  # fmt: skip
+    found = evaluation.result(source, outcomes, time.perf_counter() - start)
+    write_report(found, report)
+    if out is not None:
+        _write(found, out)
+    if cut := max(outcome.shortened for outcome in outcomes):
+        note(f"{cut} prompts were cut at their beginning to fit the model's context: fewer --shots spare them that")
+    print_json(found) if json else print_table(demo.table(outcomes, source))
+
+
+def _check_folder(out: Path | None) -> None:
+    """A folder that cannot be written is said before the work of hours, not behind it."""
+    from lowbit.evals.cache import writable
+
+    if out is not None and not writable(out):
+        raise typer.BadParameter(f"{out} cannot be written: it is no folder that takes files, nor can it be made")
+
+
+def _conversion(dtype: str | None) -> Callable[[Any], Any]:
+    if dtype is None:
+        return lambda model: model
+    import torch
+
+    found = getattr(torch, dtype, None)
+    if dtype not in ("float32", "bfloat16", "float16") or found is None:
+        raise typer.BadParameter(f"--dtype must be float32, bfloat16 or float16, got {dtype}")
+    return lambda model: model.to(found)
+
+
+def _tokenizer(source: str) -> Any:
+    try:
+        return load_tokenizer(source)
+    except (OSError, ValueError, KeyError) as error:
+        if Path(source).is_dir():
+            raise ValueError(f"{source} holds no tokenizer that can be read ({' '.join(str(error).split())[:160]})") from None
+        raise
+
+
+def _write(found: dict[str, Any], out: Path) -> None:
+    """``eval.json`` and the report."""
+    from lowbit.evals.report import write_report as write_page
+    from lowbit.evals.results import replace_file
+
+    from .console import finite
+
+    replace_file(out / "eval.json", plain.dumps(finite(found), indent=1, allow_nan=False) + "\n")
+    try:
+        note(f"wrote {write_page([found], out)}")
+    except ImportError as error:
+        note(f"no report: {error}")
