@@ -134,7 +134,7 @@ def speeds(runs: Runs, width: int) -> Figure | None:
         axes.barh(range(len(tokens)), [value for _, value in tokens], height=0.56,
                   color=[FILL if entry.is_float else ACCENT for entry, _ in tokens])  # fmt: skip
         for y, (_, value) in enumerate(tokens):
-            _beside(axes, value, y, f"{value:,.0f}" if value >= 100 else f"{value:.3g}")
+            _beside(axes, value, y, _rate(value))
         axes.set_xlim(0, max(value for _, value in tokens) * (1.12 if width > 500 else 1.25))
         _bare(axes)
     for title, rows in panels:
@@ -167,7 +167,7 @@ def _gemv(axes: Any, title: str, rows: list[dict[str, Any]], width: int) -> None
     axes.scatter(got, range(len(rows)), s=40, color=dots, edgecolors=[MUTED if dot == FILL else PAPER for dot in dots], zorder=4)
     for y, (row, limit, reached) in enumerate(zip(rows, limits, got, strict=True)):
         _beside(
-            axes, max(limit, reached), y, f"{reached:,.3g}, {row['fraction_of_limit']:.0%} of the limit".replace("%", " %"), 9
+            axes, max(limit, reached), y, f"{_rate(reached)}, {row['fraction_of_limit']:.0%} of the limit".replace("%", " %"), 9
         )
     low, high = min(*got, *limits), max(*got, *limits)
     axes.set_xlim(low / 1.4, high * (high / low) ** (0.3 if width > 500 else 1.1) * (1.9 if width > 500 else 3.5))
@@ -181,6 +181,11 @@ def _gemv(axes: Any, title: str, rows: list[dict[str, Any]], width: int) -> None
     axes.set_xlabel("billion weights a second; the bar across: reading their bytes and nothing else", fontsize=9.5, loc="left")
     if width < 500:
         axes.set_xlabel("billion weights a second; bar: the limit", fontsize=9.5, loc="left")
+
+
+def _rate(value: float) -> str:
+    """To three figures, or whole."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _label(entry: Entry, width: int) -> str:

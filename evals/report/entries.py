@@ -10,13 +10,21 @@ from typing import Any
 
 from ..paired import Paired, paired_difference
 
-__all__ = ["Change", "Entry", "Runs", "clean", "finite", "front"]
+__all__ = ["Change", "Entry", "Runs", "called", "clean", "finite", "front"]
 
 
 def clean(text: str, longest: int = 200) -> str:
     """``text`` in one line of characters that every document can hold, cut in its middle where it is longer."""
     kept = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs", "Cn", "Co") or c in "\u2028\u2029" else c for c in text)
     return kept if len(kept) <= longest else f"{kept[: longest // 2]}…{kept[len(kept) - (longest - longest // 2 - 1) :]}"
+
+
+def called(result: dict[str, Any]) -> str:
+    """The model: a hub id, or of a folder its last part, since a page that is sent need not tell where it lay."""
+    model = clean(result["model"])
+    parts = [part for part in model.replace("\\", "/").split("/") if part]
+    local = model.startswith(("/", "\\", ".", "~")) or len(parts) > 2 or ":" in model
+    return parts[-1] if local and parts else model or "a model without a name"
 
 
 def finite(value: Any) -> float | None:
@@ -188,7 +196,7 @@ def _words(value: Any) -> str:
 
 # (what, of a result, what follows where it differs)
 _SHARED: tuple[tuple[str, Callable[[dict[str, Any]], Any], str], ...] = (
-    ("model", lambda result: result["model"], "What differs below is the models' doing as well as the recipes'."),
+    ("model", called, "What differs below is the models' doing as well as the recipes'."),
     ("tasks", lambda result: result.get("tasks"), "Only tasks of both are compared."),
     ("text for perplexity: tokens, context", _text, "Their perplexities are not of the same text."),
     ("versions", _versions, "A difference may come from either side's software."),

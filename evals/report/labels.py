@@ -38,13 +38,19 @@ def tail(name: str, longest: int) -> str:
     return name if len(name) <= longest else f"…{name[1 - longest :]}"
 
 
-def place(axes: Any, names: Sequence[Name], size: float) -> None:
-    """Write ``names`` into ``axes``, whose limits and place must be final; the first have the first choice."""
+def place(axes: Any, names: Sequence[Name], size: float, line: float | None = None) -> None:
+    """Write ``names`` into ``axes``, whose limits and place must be final; the first have the first choice.
+
+    ``line``: a value of the data at which a line runs across.
+    """
     taken: list[_Box] = []
     for name in names:
         (x, low), (_, y), (_, high) = (axes.transData.transform((name.x, value)) for value in (name.low, name.y, name.high))
         taken += [(x - 2, low, x + 2, high), (x - 4, y - 4, x + 4, y + 4)]
     frame = axes.get_window_extent()
+    if line is not None:
+        _, across = axes.transData.transform((names[0].x, line))
+        taken.append((frame.x0, across - 1, frame.x1, across + 1))
     for name in names:
         x, y = axes.transData.transform((name.x, name.y))
         boxes = _boxes(x, y, _LETTER * size * len(name.text), _LINE * size)

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from . import words
 from .bars import median_decibels, megabytes
 from .charts import Chart
-from .entries import Entry, Runs, clean, finite
+from .entries import Entry, Runs, called, clean, finite
 from .histograms import chosen
 
 __all__ = ["render"]
@@ -28,10 +28,10 @@ def render(runs: Runs, charts: Mapping[str, Chart]) -> str:
     )
     environment.filters["breakable"] = _breakable
     shown = {name: {"wide": Markup(chart.wide), "narrow": Markup(chart.narrow)} for name, chart in charts.items()}
-    models = list(dict.fromkeys(clean(result["model"]) for result in runs.results))
+    models = list(dict.fromkeys(called(result) for result in runs.results))
     text = environment.get_template("page.html").render(
         style=Markup((_HERE / "style.css").read_text(encoding="utf-8")),
-        title=" and ".join(map(_leaf, models)),
+        title=" and ".join(models),
         models=models,
         runs=[_run(runs, i) for i in range(len(runs.results))],
         several=len(runs.results) > 1,
@@ -55,11 +55,6 @@ def _breakable(text: str) -> Markup:
     return Markup(re.sub(r"(?<=[_./])(?=[^\s_./])", "<wbr>", str(escape(text))))
 
 
-def _leaf(model: str) -> str:
-    """The last part of a path or a hub id, which is what a model is called."""
-    return model.replace("\\", "/").rstrip("/").rpartition("/")[2] or model
-
-
 def _run(runs: Runs, index: int) -> dict[str, Any]:
     result = runs.results[index]
     origin = result.get("origin") or {}
@@ -73,7 +68,7 @@ def _run(runs: Runs, index: int) -> dict[str, Any]:
     return {
         "letter": runs.letters[index],
         "name": runs.names[index],
-        "model": clean(result["model"]),
+        "model": called(result),
         "date": clean(origin.get("date") or result.get("date") or "no date"),
         "machine": clean(", ".join([*(origin.get("gpus") or ()), threads])),
         "versions": clean(", ".join(f"{name} {version}" for name, version in versions.items())),

@@ -138,7 +138,12 @@ def _fill(axes: Any, panel: _Panel, runs: Runs) -> None:
         axes.scatter([point.x], [point.y], s=34, marker=mark, color=face, edgecolors=color, linewidths=1.3, zorder=4)
     # The best first: they are what a reader looks for.
     order = sorted(zip(panel.points, best, strict=True), key=lambda pair: not pair[1])
-    place(axes, [Name(_name(p.entry), p.x, p.y, p.low, p.high, INK if on else MUTED, on) for p, on in order], 10)
+    place(
+        axes,
+        [Name(_name(p.entry), p.x, p.y, p.low, p.high, INK if on else MUTED, on) for p, on in order],
+        10,
+        None if panel.log else 0.0,
+    )
 
 
 def _front(panel: _Panel) -> list[bool]:
