@@ -116,6 +116,15 @@ def test_what_is_kept_is_what_the_model_gave(dtype: torch.dtype, tmp_path: Path)
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("limit", "taken"), [(2, [0, 5]), (3, [0, 2, 5]), (5, [0, 1, 2, 4, 5]), (6, [*range(6)]), (99, [*range(6)])]
+)
+def test_chunks_are_taken_evenly(limit: int, taken: list[int]) -> None:
+    with Reference.collect(Fixed(draw(0)), places(*SHAPE[:2]), limit=limit) as reference:
+        assert reference.chunks[:, 0].tolist() == taken
+        assert torch.equal(reference.logits(0, len(taken)), draw(0)[taken, :-1])
+
+
 def test_tokens_that_are_ruled_out() -> None:
     theirs, ours = draw(0), draw(1)
     theirs[..., 5] = ours[..., 5] = -math.inf
@@ -139,7 +148,8 @@ def test_quantiles_of_student(p: float, degrees: int) -> None:
 
 @pytest.mark.parametrize("chunks", [10, 30, 100])
 def test_the_interval_covers(chunks: int) -> None:
-    """Divergence of a chunk is skewed: gamma-distributed means with a deviation of a third, as 511 tokens of text have."""
+    """Divergence of a chunk is skewed: gamma-distributed means with a deviation of a third, twice that of
+    511 tokens of WikiText."""
     rng = np.random.default_rng(chunks)
     drawn = rng.gamma(9, 1 / 9, size=(2000, chunks))
     covered = np.mean([low <= 1 <= high for low, high in (measured._interval(row) for row in drawn.tolist())])
@@ -157,6 +167,8 @@ def test_chunks_that_tell_nothing(shape: tuple[int, ...]) -> None:
 
 def test_models_that_cannot_be_compared() -> None:
     chunks = places(*SHAPE[:2])
+    with pytest.raises(ValueError, match="at least 2 chunks, got 1"):
+        Reference.collect(Fixed(draw(0)), chunks, limit=1)
     with Reference.collect(Fixed(draw(0)), chunks) as reference, pytest.raises(ValueError, match=r"12 logits a token and .* 17"):
         divergence(Fixed(draw(0)[..., :12]), reference)
     broken = draw(0)
