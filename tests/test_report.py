@@ -310,7 +310,7 @@ def test_the_findings_in_words() -> None:
     shown = Elements(rendered(result)).text
     assert "int4 (4.20 bits) is within chance of float: it loses 1.5 points on mmlu [\u22124.0, +1.0]" in shown
     assert "75\u00a0% smaller, 1.00\u00a0MB" in shown
-    assert "to tell a loss of 1 point takes about 4,100 questions; 200 were asked" in shown
+    assert "to tell a loss of 1 point takes about 4,100 questions more than the 200 that were asked" in shown
     assert "within chance (adjusted p = 0.90)" in shown
 
     difference |= {"holm": 0.0004, "low": -0.03}

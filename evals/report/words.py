@@ -124,14 +124,12 @@ def _compared(compared: list[Entry], runs: Runs) -> list[str]:
         said.append(f"Losses beyond chance: {listed}.")
     elif kept and len(compared) > 1:
         said.append(f"None of the {len(compared)} recipes loses beyond chance.")
-    needs = [
-        d for task in runs.tasks if (d := best.difference(task)) and (finite(d.get("questions_for_one_point")) or 0) > d["n"]
-    ]
+    needs = [d for task in runs.tasks if (d := best.difference(task)) and (finite(d.get("questions_for_one_point")) or 0) > 0]
     if kept and needs:
         most = max(needs, key=lambda d: d["questions_for_one_point"])
         said.append(
             "Within chance is not the same as nothing lost: to tell a loss of 1 point takes about "
-            f"{_rounded(most['questions_for_one_point'])} questions; {most['n']:,} were asked."
+            f"{_rounded(most['questions_for_one_point'])} questions more than the {most['n']:,} that were asked."
         )
     return said
 
