@@ -478,10 +478,8 @@ def test_eval_of_a_model_without_a_tokenizer(
 def test_real_questions() -> None:
     data = Path(REAL or "") / "mmlu"
     suite = read_tasks(["mmlu"], data, shots=5)
-    counts = {
-        path.name.removesuffix("_test.csv"): len(list(csv.reader(path.open(newline="")))) for path in data.glob("test/*.csv")
-    }
-    assert {name.removeprefix("mmlu_"): suite.size(name) for name in suite.members["mmlu"]} == counts
+    subjects = {path.name.removesuffix("_test.csv") for path in data.glob("test/*.csv")}
+    assert {name.removeprefix("mmlu_") for name in suite.members["mmlu"]} == subjects
     for name, task in suite.tasks.items():
         with (data / "test" / f"{name.removeprefix('mmlu_')}_test.csv").open(newline="") as table:
             for row, doc in zip(csv.reader(table), task.eval_docs, strict=True):
