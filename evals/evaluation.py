@@ -16,11 +16,11 @@ from torch import nn
 
 from lowbit import QLinear, Recipe, quantize_, save, trace_kernels
 
-from .anatomy import float_weights, layer_figures, size_of
 from .cache import Cache, fingerprint
 from .divergence import Divergence, Reference, divergence
 from .generation import Speed, decode_speed
 from .harness import BATCH, Score, ask, scores_of, write_results
+from .layers import float_weights, layer_figures, size_of
 from .paired import Paired, corrected, paired_difference
 from .perplexity import Perplexity, context_of, perplexity, windows_of
 from .report import FORMAT
@@ -49,7 +49,7 @@ class Material:
         text: for perplexity, in chunks of ``context`` tokens that begin ``stride`` tokens apart, at most ``chunks``; None
             for none.
         batch: prompts of a task at a time.
-        compared: chunks of the text on which the divergence from the float model is measured; 0 for none.
+        compared: chunks, evenly from all of the text, on which the divergence from the float model is measured; 0 for none.
     """
 
     suite: Suite | None
@@ -97,11 +97,11 @@ class Outcome:
         recipe: what it was quantized by; ``"float"`` for the model as it came, ``"as loaded"`` where that was quantized.
         bits_per_weight: stored bits of a weight of the layers that the recipe changed, scales included.
         file_bytes: what its weights take on the disk, written by :func:`lowbit.save`.
-        size: bytes of its parameters by kind: :func:`lowbit.evals.anatomy.size_of`.
+        size: bytes of its tensors by kind, as saved: :func:`lowbit.evals.layers.size_of`.
         tasks: a score for each task or group that was asked for.
         differences: of each task the accuracy against the float model on the same questions; empty for the float model.
         divergence: how far its predictions are from the float model's on the same text; None for the float model.
-        layers, histograms: :func:`lowbit.evals.anatomy.layer_figures`.
+        layers, histograms: :func:`lowbit.evals.layers.layer_figures`.
         kernels: which kernels ran, by calls, for a single token (``"decode"``) and for ``prompt`` rows (``"prompt"``).
         shortened: prompts that were cut at their beginning to fit the model's context.
         seconds: what quantizing and measuring took.
@@ -124,10 +124,8 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; accuracies are 0..1."""
-        plain = {
-            name: None if (part := getattr(self, name)) is None else asdict(part)
-            for name in ("perplexity", "divergence", "speed")
-        }
+        plain = {name: None if (part := getattr(self, name)) is None else asdict(part) for name in ("perplexity", "speed")}
+        plain["divergence"] = None if self.divergence is None else self.divergence.to_dict()
         tasks = {
             name: {**_plain(score), "difference": self.differences[name].to_dict() if name in self.differences else None}
             for name, score in self.tasks.items()
@@ -310,9 +308,9 @@ class _Course:
     def _refer(self, model: nn.Module, progress: Callable[[int, int], None]) -> None:
         m = self.material
         assert m.text is not None
-        chunks = windows_of(self.tokenizer, m.text, context_of(model, m.context), limit=m.compared)
+        chunks = windows_of(self.tokenizer, m.text, context_of(model, m.context))
         if len(chunks) >= 2:
-            self.reference = Reference.collect(model, chunks, progress=progress)
+            self.reference = Reference.collect(model, chunks, limit=m.compared, progress=progress)
 
 
 class _Made:

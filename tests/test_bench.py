@@ -60,7 +60,6 @@ def test_a_run_that_is_ended_early_leaves_the_shapes_that_are_done():
 
 
 def test_a_folder_of_figures(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
     arguments = ["bench", "gemv", "--schemes", "int4", "--shapes", "64x256,256x64", "--batches", "1,2", "--repeats", "1"]
     assert run([*arguments, "--out", str(tmp_path / "new"), "--name", "here"]) == 0
     assert "without early starts" in capsys.readouterr().out

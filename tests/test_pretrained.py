@@ -157,7 +157,6 @@ PLACES = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu", "m
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}, {**PLACES, "model.layers.0": "disk"}], ids=str)
 @pytest.mark.filterwarnings("ignore:.*offloaded")
 def test_device_maps(floats, tmp_path, device_map):
-    pytest.importorskip("accelerate")
     model = read(floats / "tied")
     lowbit.quantize_(model, TIED)
     lowbit.save(model, tmp_path)
@@ -260,10 +259,11 @@ def test_a_model_as_any_other(toy):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lm_eval(toy):
-    huggingface = pytest.importorskip("lm_eval.models.huggingface")
-    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    from lm_eval.api.instance import Instance
+    from lm_eval.models import huggingface
+
     requests = [
-        instance("loglikelihood", {}, (context, answer), i)
+        Instance("loglikelihood", {}, (context, answer), i)
         for i, (context, answer) in enumerate([("The answer is", " A"), ("The answer is", " B"), ("One and", " two")])
     ]
     by_name = huggingface.HFLM(pretrained=str(toy), batch_size=2, device="cpu")
