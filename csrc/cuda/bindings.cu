@@ -112,7 +112,7 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   a.y = y.mutable_data_ptr();
 
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (dtype == ScalarType::Half) {
     bits == 4 ? launch<4, __half>(a, cuda_stream) : launch<8, __half>(a, cuda_stream);

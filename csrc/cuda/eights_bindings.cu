@@ -99,7 +99,7 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::opti
   auto* const bytes = static_cast<uint8_t*>(room.mutable_data_ptr());
 
   void* torch_stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &torch_stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &torch_stream));
   const auto stream = static_cast<cudaStream_t>(torch_stream);
   eights::Operand w = {rows.const_data_ptr(), row_bytes, rows.stride(0)};
   if (is_copied) {

@@ -157,7 +157,7 @@ Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::opti
   const bool rounds_nothing = !is_nf4 && may_round && (has_row_scales || a.scale_type == ScaleType::e8m0 || (is_e2m1 && is_e4m3));
 
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
   const GemmPlan plan = {static_cast<int>(columns), static_cast<int>(parts), static_cast<int>(early)};
   const cudaError_t error = launch_gemm(known->family, x_is_half, a, x.const_data_ptr(), k, may_round, rounds_nothing, plan,
                                         static_cast<cudaStream_t>(stream));

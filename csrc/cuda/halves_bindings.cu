@@ -115,7 +115,7 @@ Tensor linear_by_halves(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   a.x_on_16_bytes = is_on_16_bytes(a.x) && a.k % 8 == 0;
 
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
   const HalvesPlan plan = {static_cast<int>(warps), static_cast<int>(stages), static_cast<int>(a.k ? early_stages : -1)};
   const bool is_half = dtype == ScalarType::Half;
   const auto on = static_cast<cudaStream_t>(stream);

@@ -121,7 +121,7 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   a.x_on_4_bytes = reinterpret_cast<uintptr_t>(a.x) % 4 == 0 && a.k % 2 == 0;
 
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
   const DigitsPlan plan = {static_cast<int>(column_warps), static_cast<int>(tile_warps), static_cast<int>(stages),
                            static_cast<int>(most_under_way), static_cast<int>(a.k ? early : -1)};
   const cudaError_t error = launch(a, static_cast<int>(m), group_size == -1 ? 0 : static_cast<int>(group_size), plan, static_cast<cudaStream_t>(stream));
