@@ -14,6 +14,7 @@
 #pragma once
 
 #include "../formats.h"
+#include "asynchrony.cuh"
 #include "numbers.cuh"
 #include "tiles.cuh"
 
@@ -266,46 +267,58 @@ struct Floats {
 
 // ---- tables --------------------------------------------------------------------------------------------------------
 
-// NF4, whose numbers have 24 bits: operands of the highest, the next (and in bfloat16 the last) bits of each. In float16
-// times 1024, which keeps the second ones from underflowing; 22 bits are what fp32 sums keep of a product at most.
+// NF4 in two operands of 16 bits, the second what the first leaves of a number. Numbers of float16 are multiplied by 1024,
+// which keeps the second ones from underflowing. Those of bfloat16, which together have 16 bits or more, are multiplied by a
+// factor (of all in [1, 2) of fp32) under which they are nearest to the 15 numbers: within 2^-20.7 of each.
 template <class T>
 struct Quantiles {
-  static constexpr int bits = 4, parts = Sixteen<T>::mantissa == 7 ? 3 : 2;
+  static constexpr int bits = 4, parts = 2;
   static constexpr bool takes_zero = false;
-  static constexpr float factor = parts == 3 ? 1.0f : 0x1p-10f;  // a product of the operands times this is one of the weights
-  static constexpr int columns = 16, table_size = 16 * columns;  // lanes read 8 bytes in two turns of 16, each its own column
+  static constexpr float multiplied_by = Sixteen<T>::mantissa == 7 ? 0x1.58a2f6p0f : 0x1p10f;
+  static constexpr float factor = 1 / multiplied_by;  // a product of the operands times this is one of the weights
+  static constexpr int pitch = 256, size = 16 * pitch;  // of the rows of a code, in which every lane has its own bank
+  static constexpr int table_size = 2 * size / sizeof(uint2);  // of which a part begins on `size` bytes
   struct Constants {
-    const uint2* column;
+    uint32_t places, of_lane;  // of the table in the second byte of an address, and what the others are
   };
   struct Row {};
 
+  static __device__ __forceinline__ uint32_t beginning_of(const uint2* table) {
+    return (shared_address(table) + size - 1) / size * size;
+  }
+
   // By a whole block, into table_size entries of shared memory.
   static __device__ __forceinline__ void fill(uint2* table, int thread = threadIdx.x, int threads = blockDim.x) {
-    for (int i = thread; i < table_size; i += threads) {
-      float rest = number_of(i / columns) / factor;
-      uint32_t part[3];
-#pragma unroll
-      for (int p = 0; p < 3; p++) {
-        const T rounded = from_float<T>(rest);
-        part[p] = reinterpret_cast<const uint16_t&>(rounded);
-        rest -= to_float(rounded);
-      }
-      table[i] = {part[0] | part[1] << 16, part[2]};
+    for (int i = thread; i < 16 * 32; i += threads) {
+      const float number = number_of(i / 32), high = number * multiplied_by, low = fmaf(number, multiplied_by, -high);
+      const T first = from_float<T>(high), second = from_float<T>(high - to_float(first) + low);
+      const uint32_t both = reinterpret_cast<const uint16_t&>(first) | reinterpret_cast<const uint16_t&>(second) << 16;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(beginning_of(table) + i / 32 * pitch + i % 32 * 4), "r"(both) : "memory");
     }
   }
 
-  static __device__ __forceinline__ Constants constants(bool, const uint2* table) { return {table + threadIdx.x % columns}; }
+  static __device__ __forceinline__ Constants constants(bool, const uint2* table) {
+    const uint32_t begins = beginning_of(table);
+    return {(begins >> 8 & 0xff) * 0x01010101u, begins >> 16 << 16 | threadIdx.x % 32 * 4};
+  }
   static __device__ __forceinline__ Row row(uint32_t) { return {}; }
 
+  static __device__ __forceinline__ uint32_t load(uint32_t address) {
+    uint32_t both;
+    asm("ld.shared.b32 %0, [%1];" : "=r"(both) : "r"(address));
+    return both;
+  }
+
+  // The second byte of an address is a code, so that a permutation of bytes makes all of it.
   static __device__ __forceinline__ void fragment(const Constants& constants, const Held<bits>& held, int step, int half,
                                                   const Row&, const Row&, uint32_t (&a)[parts][4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, 0) >> (i < 2 ? 0 : 8);
-      const uint2 low = constants.column[(codes & 15) * columns], high = constants.column[(codes >> 16 & 15) * columns];
-      a[0][i] = __byte_perm(low.x, high.x, 0x5410);
-      a[1][i] = __byte_perm(low.x, high.x, 0x7632);
-      if constexpr (parts == 3) a[2][i] = __byte_perm(low.y, high.y, 0x5410);
+      const uint32_t codes = and_or(codes_of<bits>(held, step, i % 2 + 2 * half, 0), 0x0f0f0f0fu, constants.places);
+      const uint32_t one = load(__byte_perm(codes, constants.of_lane, i < 2 ? 0x7604 : 0x7614));
+      const uint32_t other = load(__byte_perm(codes, constants.of_lane, i < 2 ? 0x7624 : 0x7634));
+      a[0][i] = __byte_perm(one, other, 0x5410);
+      a[1][i] = __byte_perm(one, other, 0x7632);
     }
   }
 
