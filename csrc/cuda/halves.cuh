@@ -19,8 +19,9 @@ namespace lowbit::cuda {
 
 // `octets`: eight rows of x, and as many again.
 template <class F, class T, Scales scales, int run, int octets>
-__global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_linear(const __grid_constant__ Halves a) {
-  constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns, outputs = outputs_of_tile(octets);
+__global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(const __grid_constant__ Halves a) {
+  using P = Piece<F, octets>;
+  constexpr int outputs = outputs_of_tile(octets);
   extern __shared__ __align__(128) uint8_t memory[];
   const int lane = threadIdx.x, place = threadIdx.y, turn = threadIdx.z, warp = turn * a.slices_of_pass + place;
   const int thread = warp * 32 + lane, threads = a.slices_of_pass * a.turns * 32;
@@ -32,15 +33,17 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
   const int tiles_of_share = (a.fewest_tiles + a.blocks_of_cluster) / a.blocks_of_cluster;
   const uint8_t* weights = a.units + first_tile * a.units_of_row * a.unit.size;
   const auto slice_in = [&](int pass) { return (block * a.passes + pass) * a.slices_of_pass + place; };
-  const auto units_in = [&](int pass) { return min(units_of_slice, a.units_of_row - slice_in(pass) * units_of_slice); };
-  const auto bytes_of = [&](int pass, int tile) {  // the first unit of the slice
-    return weights + (static_cast<int64_t>(tile) * a.units_of_row + slice_in(pass) * units_of_slice) * a.unit.size;
+  const auto part_in = [&](int pass) { return slice_in(pass) % P::of_unit; };
+  const auto pieces_in = [&](int pass) { return min(P::of_slice, a.units_of_row * P::of_unit - slice_in(pass) * P::of_slice); };
+  const auto unit_of = [&](int pass, int tile, int piece) {
+    const int unit = (slice_in(pass) * P::of_slice + piece) / P::of_unit;
+    return weights + (static_cast<int64_t>(tile) * a.units_of_row + unit) * a.unit.size;
   };
 
   let_dependents_start();
   if (a.blocks_of_cluster > 1) arrive_at_cluster();
 #if LOWBIT_BULK_COPIES
-  uint8_t* ring = memory + a.at.ring + warp * a.stages * a.unit.size;
+  uint8_t* ring = memory + a.at.ring + warp * a.stages * a.slot_bytes;
   uint64_t* barriers = reinterpret_cast<uint64_t*>(memory + a.at.barriers) + warp * a.stages;
   const uint64_t policy = read_once();
   if (lane == 0) {
@@ -49,16 +52,29 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
     show_barriers_to_copies();
   }
   __syncwarp();
-  int stage = 0, parity = 0, slot = 0;  // where in the ring units are read and copied
-  int next_pass = 0, copied = 0;        // of the warp's units in that pass
+  int stage = 0, parity = 0, slot = 0;  // where in the ring pieces are read and copied
+  int next_pass = 0, copied = 0;        // of the warp's pieces in that pass
   const auto start_copy = [&] {
-    const int count = next_pass < a.passes ? units_in(next_pass) : 0;
+    const int count = next_pass < a.passes ? pieces_in(next_pass) : 0;
     if (count <= 0) return;
-    const int slice = units_of_slice == 1 || count == 1 ? copied : copied / 2, tile = turn + slice * a.turns;
+    const int slice = P::of_slice == 1 || count == 1 ? copied : copied / 2, tile = turn + slice * a.turns;
     if (tile < tiles) {
-      if (lane == 0)
-        copy(ring + slot * a.unit.size, bytes_of(next_pass, tile) + (copied - slice * count) * a.unit.size, a.unit.size,
-             barriers + slot, policy);
+      if (lane == 0) {
+        uint8_t* to = ring + slot * a.slot_bytes;
+        const uint8_t* from = unit_of(next_pass, tile, copied - slice * count);
+        expect(barriers + slot, a.slot_bytes);
+        if constexpr (P::of_unit == 1) {
+          copy_expected(to, from, a.slot_bytes, barriers + slot, policy);
+        } else {
+#pragma unroll
+          for (int p = 0; p < planes_of(F::bits); p++) {
+            copy_expected(to, from + P::plane_at(p, part_in(next_pass)), P::plane_bytes(p), barriers + slot, policy);
+            to += P::plane_bytes(p);
+          }
+          if (a.unit.size > a.unit.scale_at)
+            copy_expected(to, from + a.unit.scale_at, a.unit.size - a.unit.scale_at, barriers + slot, policy);
+        }
+      }
       if (++slot == a.stages) slot = 0;
       copied++;
     }
@@ -78,7 +94,7 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
   const typename F::Constants constants = F::constants(a.is_signed, table);
   const int batches = (tiles + a.tiles_of_batch - 1) / a.tiles_of_batch;
   float factor = a.outer ? a.factor * *a.outer : a.factor;
-  if constexpr (F::parts > 1) factor *= F::factor;
+  if constexpr (F::factor != 1) factor *= F::factor;
   const auto write = [&](int tile, int output, float sum) {
     const int64_t n = (first_tile + tile) * rows_of_tile + output % rows_of_tile;
     if (n >= a.n) return;
@@ -91,9 +107,9 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
 
   int turned = 0;  // the buffer of `partial` that is written next
   for (int pass = 0; pass < a.passes; pass++) {
-    const int units = units_in(pass);
+    const int pieces = pieces_in(pass);
     const bool is_last = pass + 1 == a.passes;
-    uint32_t x[octets][steps_of_slice * 4];
+    uint32_t x[octets][registers_of_x / octets];
     load_slice<octets>(a, slice_in(pass), memory + a.at.x + warp * bytes_of_x, x, [&] {
 #if LOWBIT_BULK_COPIES
       if (pass) return;
@@ -115,24 +131,24 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
           zeros = (n < a.n ? a.zero_point[n] : 0) | (n + 8 < a.n ? a.zero_point[n + 8] : 0) << 8;
         }
 #pragma unroll
-        for (int u = 0; u < units_of_slice; u++) {
-          if (u >= units) break;
+        for (int u = 0; u < P::of_slice; u++) {
+          if (u >= pieces) break;
 #if LOWBIT_BULK_COPIES
           wait(barriers + stage, parity);
-          start_copy();  // where the unit before this one was
-          const uint8_t* unit = ring + stage * a.unit.size;
+          start_copy();  // where the piece before this one was
+          const P piece = P::copied(ring + stage * a.slot_bytes, a.unit, part_in(pass));
 #else
-          const uint8_t* unit = bytes_of(pass, tile) + u * a.unit.size;
+          const P piece = P::in(unit_of(pass, tile, u), a.unit, part_in(pass));
 #endif
-          constexpr int steps = steps_of_slice / units_of_slice;
+          constexpr int steps = P::columns / 32;
           if constexpr ((scales == Scales::e8m0 || scales == Scales::e4m3) && !F::takes_zero) {
-            if (may_fold<F, scales, run>(unit + a.unit.scale_at, lane)) {
-              products_of_unit<F, T, scales, run, true, octets>(unit, a, constants, zeros, x, u * steps, sum);
+            if (may_fold<F, scales, run, P::columns>(piece.scales, lane)) {
+              products_of_piece<F, T, scales, run, true, octets>(piece, a, constants, zeros, x, u * steps, sum);
             } else {
-              products_of_unit<F, T, scales, run, false, octets>(unit, a, constants, zeros, x, u * steps, sum);
+              products_of_piece<F, T, scales, run, false, octets>(piece, a, constants, zeros, x, u * steps, sum);
             }
           } else {
-            products_of_unit<F, T, scales, run, false, octets>(unit, a, constants, zeros, x, u * steps, sum);
+            products_of_piece<F, T, scales, run, false, octets>(piece, a, constants, zeros, x, u * steps, sum);
           }
 #if LOWBIT_BULK_COPIES
           __syncwarp();

@@ -11,9 +11,9 @@ namespace lowbit::cuda {
 // on 16 bytes are read number by number. `after_loads` is called while the loads are under way.
 template <int octets, class F>
 __device__ __forceinline__ void load_slice(const Halves& a, int slice, uint8_t* memory,
-                                           uint32_t (&x)[octets][steps_of_slice * 4], F after_loads) {
-  constexpr int pitch = pitch_of_x;
-  const int lane = threadIdx.x, row = lane / 8, part = lane % 8, column = slice * columns_of_slice + part * 8;
+                                           uint32_t (&x)[octets][registers_of_x / octets], F after_loads) {
+  constexpr int pitch = pitch_of_x, steps_of_slice = columns_of_slice(octets) / 32;
+  const int lane = threadIdx.x, row = lane / 8, part = lane % 8, column = slice * columns_of_slice(octets) + part * 8;
   const uint16_t* from = static_cast<const uint16_t*>(a.x) + static_cast<int64_t>(row) * a.k + column;
 #pragma unroll
   for (int e = 0; e < octets; e++)
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_slice(const Halves& a, int slice, uint8_t* 
       } else {
 #pragma unroll 1
         for (int i = lane; i < 8 * 64; i += 32) {
-          const int m = e * 8 + i / 64, k = slice * columns_of_slice + j * 32 + i % 64;
+          const int m = e * 8 + i / 64, k = slice * columns_of_slice(octets) + j * 32 + i % 64;
           const bool is_there = m < a.m && k < a.k;
           *reinterpret_cast<uint16_t*>(memory + i / 64 * pitch + i % 64 * 2) =
               is_there ? static_cast<const uint16_t*>(a.x)[static_cast<int64_t>(m) * a.k + k] : 0;
