@@ -11,6 +11,8 @@
 // kernel that writes x has ended.
 #pragma once
 
+#include <type_traits>
+
 #include "clusters.cuh"
 #include "halves_of_x.cuh"
 #include "halves_products.cuh"
@@ -46,7 +48,13 @@ __global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(co
   uint8_t* ring = memory + a.at.ring + warp * a.stages * a.slot_bytes;
   uint64_t* barriers = reinterpret_cast<uint64_t*>(memory + a.at.barriers) + warp * a.stages;
   const uint64_t policy = read_once();
+  // Of the two buffers of partial sums: that all warps have written them, and that all have added them up.
+  uint64_t *written = reinterpret_cast<uint64_t*>(memory + a.at.barriers) + threads / 32 * a.stages, *added = written + 2;
   if (lane == 0) {
+    if (warp == 0) {
+#pragma unroll
+      for (int b = 0; b < 4; b++) start_barrier(written + b, threads / 32);
+    }
 #pragma unroll 1
     for (int s = 0; s < a.stages; s++) start_barrier(barriers + s);
     show_barriers_to_copies();
@@ -105,81 +113,131 @@ __global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(co
   };
   wait_for_predecessors();
 
-  int turned = 0;  // the buffer of `partial` that is written next
+  // Adds up the slices of one batch of a pass, which is the `index`-th of all.
+  const auto add_slices = [&](int index, int pass, int batch) {
+    const int first = batch * a.tiles_of_batch, count = min(a.tiles_of_batch, tiles - first);
+    const float* sums = partial + index % 2 * a.tiles_of_batch * a.slices_of_pass * outputs;
+#if LOWBIT_BULK_COPIES
+    wait(written + index % 2, index / 2 & 1);
+#else
+    __syncthreads();
+#endif
+    for (int i = thread; i < count * outputs; i += threads) {
+      const int tile = i / outputs, output = i % outputs, m = output / rows_of_tile;
+      if (m >= a.m) continue;
+      float sum = pass ? total[first * outputs + i] : 0;
+      const float* slices = sums + tile * a.slices_of_pass * outputs + output;
+#pragma unroll 4
+      for (int s = 0; s < a.slices_of_pass; s++) sum += slices[s * outputs];
+      if (pass + 1 < a.passes) {
+        total[first * outputs + i] = sum;
+      } else if (a.blocks_of_cluster == 1) {
+        write(first + tile, output, sum);
+      } else {
+        const int owner = (first + tile) % a.blocks_of_cluster, place_there = (first + tile) / a.blocks_of_cluster;
+        send(shares + (block * tiles_of_share + place_there) * outputs + output, owner, sum);
+      }
+    }
+#if LOWBIT_BULK_COPIES
+    __syncwarp();
+    if (lane == 0) arrive(added + index % 2);
+#endif
+  };
+
+  int index = 0;  // of the batch, of all passes; its slices are added when the warp has done the next one
   for (int pass = 0; pass < a.passes; pass++) {
     const int pieces = pieces_in(pass);
-    const bool is_last = pass + 1 == a.passes;
-    uint32_t x[octets][registers_of_x / octets];
-    load_slice<octets>(a, slice_in(pass), memory + a.at.x + warp * bytes_of_x, x, [&] {
+    SliceOfX<octets> slice;
+    slice.start_loads(a, slice_in(pass));
 #if LOWBIT_BULK_COPIES
-      if (pass) return;
+    if (pass == 0) {
       __syncthreads();  // behind the loads of x of all warps, which would else wait behind these
       start_copies(a.stages - 1 - a.early_stages);
+    }
 #endif
-    });
-    if (is_last && a.blocks_of_cluster > 1) wait_at_cluster();  // all blocks have started, so that they can be sent to
+    const auto put_in_order = [&](int step) {
+      if (step % 2 == 0) slice.put_in_order(a, slice_in(pass), memory + a.at.x + warp * bytes_of_x, step);
+    };
+    // `is_first`: the first tile of a pass, which meets x while it comes in.
+    const auto products_of_tile = [&](auto is_first, int tile, float (&sum)[octets][4]) {
+      uint32_t zeros = 0x0101u << (F::bits - 1);
+      if (F::takes_zero && a.has_zero && a.zero_point) {
+        const int64_t n = (first_tile + tile) * rows_of_tile + lane / 4;
+        zeros = (n < a.n ? a.zero_point[n] : 0) | (n + 8 < a.n ? a.zero_point[n + 8] : 0) << 8;
+      }
+#pragma unroll
+      for (int u = 0; u < P::of_slice; u++) {
+        if (u >= pieces) break;
+#if LOWBIT_BULK_COPIES
+        wait(barriers + stage, parity);
+        start_copy();  // where the piece before this one was
+        const P piece = P::copied(ring + stage * a.slot_bytes, a.unit, part_in(pass));
+#else
+        const P piece = P::in(unit_of(pass, tile, u), a.unit, part_in(pass));
+#endif
+        constexpr int steps = P::columns / 32;
+        const auto as_it_is = [](int) {};
+        const auto products = [&](auto is_folded, auto prepare) {
+          products_of_piece<F, T, scales, run, decltype(is_folded)::value, octets>(piece, a, constants, zeros, slice.x, u * steps, sum, prepare);
+        };
+        const auto prepare = [&](int step) {
+          if constexpr (decltype(is_first)::value) put_in_order(step);
+        };
+        if constexpr ((scales == Scales::e8m0 || scales == Scales::e4m3) && !F::takes_zero) {
+          if (may_fold<F, scales, run, P::columns>(piece.scales, lane)) {
+            products(std::true_type(), prepare);
+          } else {
+#pragma unroll
+            for (int step = u * steps; step < (u + 1) * steps; step++) prepare(step);
+            products(std::false_type(), as_it_is);
+          }
+        } else {
+          products(std::false_type(), prepare);
+        }
+#if LOWBIT_BULK_COPIES
+        __syncwarp();
+        if (++stage == a.stages) stage = 0, parity ^= 1;
+#endif
+      }
+    };
+    if (pass == 0 && a.blocks_of_cluster > 1) wait_at_cluster();  // all blocks have started, so that they can be sent to
 #pragma unroll 1
-    for (int batch = 0; batch < batches; batch++, turned ^= 1) {
+    for (int batch = 0; batch < batches; batch++, index++) {
       const int first = batch * a.tiles_of_batch, count = min(a.tiles_of_batch, tiles - first);
-      float* sums = partial + turned * a.tiles_of_batch * a.slices_of_pass * outputs;
+      float* sums = partial + index % 2 * a.tiles_of_batch * a.slices_of_pass * outputs;
 #pragma unroll 1
       for (int tile = first + turn; tile < first + count; tile += a.turns) {
         float sum[octets][4] = {};
-        uint32_t zeros = 0x0101u << (F::bits - 1);
-        if (F::takes_zero && a.has_zero && a.zero_point) {
-          const int64_t n = (first_tile + tile) * rows_of_tile + lane / 4;
-          zeros = (n < a.n ? a.zero_point[n] : 0) | (n + 8 < a.n ? a.zero_point[n + 8] : 0) << 8;
+        if (batch == 0 && tile == turn) {
+          products_of_tile(std::true_type(), tile, sum);
+        } else {
+          products_of_tile(std::false_type(), tile, sum);
         }
-#pragma unroll
-        for (int u = 0; u < P::of_slice; u++) {
-          if (u >= pieces) break;
 #if LOWBIT_BULK_COPIES
-          wait(barriers + stage, parity);
-          start_copy();  // where the piece before this one was
-          const P piece = P::copied(ring + stage * a.slot_bytes, a.unit, part_in(pass));
-#else
-          const P piece = P::in(unit_of(pass, tile, u), a.unit, part_in(pass));
+        if (index >= 2) wait(added + index % 2, (index / 2 - 1) & 1);
 #endif
-          constexpr int steps = P::columns / 32;
-          if constexpr ((scales == Scales::e8m0 || scales == Scales::e4m3) && !F::takes_zero) {
-            if (may_fold<F, scales, run, P::columns>(piece.scales, lane)) {
-              products_of_piece<F, T, scales, run, true, octets>(piece, a, constants, zeros, x, u * steps, sum);
-            } else {
-              products_of_piece<F, T, scales, run, false, octets>(piece, a, constants, zeros, x, u * steps, sum);
-            }
-          } else {
-            products_of_piece<F, T, scales, run, false, octets>(piece, a, constants, zeros, x, u * steps, sum);
-          }
-#if LOWBIT_BULK_COPIES
-          __syncwarp();
-          if (++stage == a.stages) stage = 0, parity ^= 1;
-#endif
-        }
         float* to = sums + ((tile - first) * a.slices_of_pass + place) * outputs + lane % 4 * 2 * rows_of_tile + lane / 4;
 #pragma unroll
         for (int e = 0; e < octets; e++)
 #pragma unroll
           for (int i = 0; i < 4; i++) to[(e * 8 + i % 2) * rows_of_tile + i / 2 * 8] = sum[e][i];
       }
-      __syncthreads();
-      for (int i = thread; i < count * outputs; i += threads) {
-        const int tile = i / outputs, output = i % outputs, m = output / rows_of_tile;
-        if (m >= a.m) continue;
-        float sum = pass ? total[first * outputs + i] : 0;
-        const float* slices = sums + tile * a.slices_of_pass * outputs + output;
-#pragma unroll 4
-        for (int s = 0; s < a.slices_of_pass; s++) sum += slices[s * outputs];
-        if (!is_last) {
-          total[first * outputs + i] = sum;
-        } else if (a.blocks_of_cluster == 1) {
-          write(first + tile, output, sum);
-        } else {
-          const int owner = (first + tile) % a.blocks_of_cluster, place_there = (first + tile) / a.blocks_of_cluster;
-          send(shares + (block * tiles_of_share + place_there) * outputs + output, owner, sum);
-        }
+#if LOWBIT_BULK_COPIES
+      __syncwarp();
+      if (lane == 0) arrive(written + index % 2);
+      if (batch > 0) {
+        add_slices(index - 1, pass, batch - 1);
+      } else if (pass > 0) {
+        add_slices(index - 1, pass - 1, batches - 1);
       }
+#else
+      add_slices(index, pass, batch);
+#endif
     }
   }
+#if LOWBIT_BULK_COPIES
+  add_slices(index - 1, a.passes - 1, batches - 1);
+#endif
   if (a.blocks_of_cluster == 1) return;
   arrive_at_cluster();
   wait_at_cluster();

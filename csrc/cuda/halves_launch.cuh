@@ -25,7 +25,7 @@ inline HalvesMemory memory_of(const Halves& a, int octets, int stages, int table
   const int tiles_of_share = (a.fewest_tiles + a.blocks_of_cluster) / a.blocks_of_cluster;
   at.table = at.shares + (a.blocks_of_cluster == 1 ? 0 : a.blocks_of_cluster * tiles_of_share * bytes_of_tile);
   at.barriers = at.table + table_bytes;
-  at.all = at.barriers + warps * stages * 8;
+  at.all = at.barriers + (warps * stages + 4) * 8;
   return at;
 }
 

@@ -71,13 +71,13 @@ __device__ __forceinline__ bool may_fold(const uint8_t* of_unit, int lane) {
 }
 
 // Adds the products of a piece to `sum`: rows g and g + 8 of the tile times rows 2t and 2t + 1 of each eight rows of x, whose
-// columns begin at step `first` of the slice. `run`: columns whose sum is scaled at once, a divisor of a group. `is_folded`:
+// columns begin at step `first` of the slice and are theirs after `prepare` of a step. `run`: columns whose sum is scaled at once, a divisor of a group. `is_folded`:
 // scales multiply the weights instead.
-template <class F, class T, Scales scales, int run, bool is_folded, int octets>
+template <class F, class T, Scales scales, int run, bool is_folded, int octets, class Prepare>
 __device__ __forceinline__ void products_of_piece(const Piece<F, octets>& piece, const Halves& a,
                                                   const typename F::Constants& constants, uint32_t row_zeros,
                                                   const uint32_t (&x)[octets][registers_of_x / octets], int first,
-                                                  float (&sum)[octets][4]) {
+                                                  float (&sum)[octets][4], Prepare prepare) {
   constexpr int steps = Piece<F, octets>::columns / 32;
   const int lane = threadIdx.x;
   Held<F::bits> held;
@@ -86,6 +86,7 @@ __device__ __forceinline__ void products_of_piece(const Piece<F, octets>& piece,
   float2 scale = {1, 1};
 #pragma unroll
   for (int step = 0; step < steps; step++) {
+    prepare(first + step);
     hold<F::bits>(piece.codes, lane, step, held, piece.columns_of_planes);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
