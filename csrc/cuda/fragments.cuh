@@ -6,6 +6,7 @@
 //
 // A family of formats is a class with
 //   bits, parts        width of a code, and how many operands add up to the weights (one, where 16 bits hold a number)
+//   factor             what a sum of products is still multiplied by
 //   takes_zero         whether its numbers may have a zero point
 //   Constants, Row     what a kernel prepares once, and what it prepares for each of a lane's rows once a group
 //   constants(...)     from whether codes are two's complement, and from a table in shared memory
@@ -14,6 +15,7 @@
 #pragma once
 
 #include "../formats.h"
+#include "asynchrony.cuh"
 #include "numbers.cuh"
 #include "tiles.cuh"
 
@@ -38,10 +40,11 @@ struct Held {
   uint32_t word[planes_of(bits)][4];
 };
 
-// What a lane holds from `step` on: a plane of `width` bits has 8 / width steps in each 512 bytes.
+// What a lane holds from `step` on: a plane of `width` bits has 8 / width steps in each 512 bytes. `columns`: that the planes
+// have here, where a part of a unit lies by itself.
 template <int bits>
-__device__ __forceinline__ void hold(const uint8_t* unit, int lane, int step, Held<bits>& held) {
-  constexpr int columns = Unit<bits, 0, false>::columns;
+__device__ __forceinline__ void hold(const uint8_t* unit, int lane, int step, Held<bits>& held,
+                                     int columns = Unit<bits, 0, false>::columns) {
 #pragma unroll
   for (int p = 0; p < planes_of(bits); p++) {
     const int fields = 8 / width_of(bits, p);
@@ -145,6 +148,7 @@ template <class T, int code_bits>
 struct Integers {
   static constexpr int bits = code_bits, parts = 1;
   static constexpr bool takes_zero = true;
+  static constexpr float factor = 1;
   static constexpr int mantissa = Sixteen<T>::mantissa;
   static constexpr bool is_split = bits > mantissa;
   struct Constants {
@@ -196,6 +200,53 @@ struct Integers {
   }
 };
 
+// The same with fewer operations: (q - z) / factor. Where a number of 16 bits has no more than the lowest bit of its exponent
+// it is its bits, as an integer, times a small power of two; so a code needs only to be cut out, wherever it lies in the
+// mantissa and that bit, and one fused multiplication takes the power and the zero point off.
+template <class T, int code_bits>
+struct ScaledIntegers {
+  static constexpr int bits = code_bits, parts = 1;
+  static constexpr bool takes_zero = true;
+  static constexpr int mantissa = Sixteen<T>::mantissa, power = mantissa == 7 ? 6 : 9;
+  static constexpr float factor = 1 << power;
+  struct Constants {
+    uint32_t turned;  // the highest bit of two's complement
+  };
+  struct Row {
+    uint32_t offset;
+  };
+
+  static __device__ __forceinline__ Constants constants(bool is_signed, const uint2*) {
+    Constants made = {is_signed ? twice(1u << (bits - 1)) : 0};
+    hide(made.turned);
+    return made;
+  }
+
+  // The zero point of two's complement is 2^(bits - 1) here.
+  static __device__ __forceinline__ Row row(uint32_t zero) {
+    return {fused<T>(twice(zero), 0x80008000u | two_powers<T>(Sixteen<T>::bias), 0x80008000u)};
+  }
+
+  // Where the lowest bit of the codes of a step is put: so that the first plane need not be moved, else the second.
+  __host__ __device__ static constexpr int place_of(int step) {
+    const int width = width_of(bits, 0), at = width * (step % (8 / width));
+    if (at + bits <= 8) return at;
+    const int second = planes_of(bits) == 2 ? width_of(bits, 1) * (step % (8 / width_of(bits, 1))) - width : -1;
+    return second >= 0 && second + bits <= 8 ? second : 0;
+  }
+
+  static __device__ __forceinline__ void fragment(const Constants& constants, const Held<bits>& held, int step, int half,
+                                                  const Row& row, const Row& row8, uint32_t (&a)[parts][4]) {
+    const int place = place_of(step);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, place) >> (i < 2 ? 0 : 8);
+      const uint32_t number = and_xor(codes, twice(((1u << bits) - 1) << place), constants.turned << place);
+      a[0][i] = fused<T>(number, two_powers<T>(Sixteen<T>::bias - place), i % 2 ? row8.offset : row.offset);
+    }
+  }
+};
+
 // ---- floats --------------------------------------------------------------------------------------------------------
 
 // What the largest exponent of a format means.
@@ -208,6 +259,7 @@ template <class T, int code_bits, int exponent, Top top>
 struct Floats {
   static constexpr int bits = code_bits, parts = 1;
   static constexpr bool takes_zero = false;
+  static constexpr float factor = 1;
   static constexpr int mantissa = Sixteen<T>::mantissa;
   static constexpr int bias = exponent == 1 ? 1 : (1 << (exponent - 1)) - 1, power = Sixteen<T>::bias - bias;
   static constexpr bool is_in_place = Sixteen<T>::mantissa == 10 && exponent == 5;
@@ -266,46 +318,72 @@ struct Floats {
 
 // ---- tables --------------------------------------------------------------------------------------------------------
 
-// NF4, whose numbers have 24 bits: operands of the highest, the next (and in bfloat16 the last) bits of each. In float16
-// times 1024, which keeps the second ones from underflowing; 22 bits are what fp32 sums keep of a product at most.
+// NF4 in two operands of 16 bits, the second what the first leaves of a number. Numbers of float16 are multiplied by 1024,
+// which keeps the second ones from underflowing. Those of bfloat16, which together have 16 bits or more, are multiplied by a
+// factor (of all in [1, 2) of fp32) under which they are nearest to the 15 numbers: within 2^-20.7 of each.
 template <class T>
 struct Quantiles {
-  static constexpr int bits = 4, parts = Sixteen<T>::mantissa == 7 ? 3 : 2;
+  static constexpr int bits = 4, parts = 2;
   static constexpr bool takes_zero = false;
-  static constexpr float factor = parts == 3 ? 1.0f : 0x1p-10f;  // a product of the operands times this is one of the weights
-  static constexpr int columns = 16, table_size = 16 * columns;  // lanes read 8 bytes in two turns of 16, each its own column
+  static constexpr float multiplied_by = Sixteen<T>::mantissa == 7 ? 0x1.58a2f6p0f : 0x1p10f;
+  static constexpr float factor = 1 / multiplied_by;  // a product of the operands times this is one of the weights
+  static constexpr int pitch = 256, size = 16 * pitch;  // of the rows of a code, in which every lane has its own bank
+  static constexpr int table_size = 2 * size / sizeof(uint2);  // of which a part begins on `size` bytes
   struct Constants {
-    const uint2* column;
+    uint32_t places, of_lane;  // of the table in the second byte of an address, and what the others are
   };
   struct Row {};
 
+  static __device__ __forceinline__ uint32_t beginning_of(const uint2* table) {
+    return (shared_address(table) + size - 1) / size * size;
+  }
+
   // By a whole block, into table_size entries of shared memory.
   static __device__ __forceinline__ void fill(uint2* table, int thread = threadIdx.x, int threads = blockDim.x) {
-    for (int i = thread; i < table_size; i += threads) {
-      float rest = number_of(i / columns) / factor;
-      uint32_t part[3];
-#pragma unroll
-      for (int p = 0; p < 3; p++) {
-        const T rounded = from_float<T>(rest);
-        part[p] = reinterpret_cast<const uint16_t&>(rounded);
-        rest -= to_float(rounded);
-      }
-      table[i] = {part[0] | part[1] << 16, part[2]};
+    for (int i = thread; i < 16 * 32; i += threads) {
+      const float number = number_of(i / 32), high = number * multiplied_by, low = fmaf(number, multiplied_by, -high);
+      const T first = from_float<T>(high), second = from_float<T>(high - to_float(first) + low);
+      const uint32_t both = reinterpret_cast<const uint16_t&>(first) | reinterpret_cast<const uint16_t&>(second) << 16;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(beginning_of(table) + i / 32 * pitch + i % 32 * 4), "r"(both) : "memory");
     }
   }
 
-  static __device__ __forceinline__ Constants constants(bool, const uint2* table) { return {table + threadIdx.x % columns}; }
+  static __device__ __forceinline__ Constants constants(bool, const uint2* table) {
+    const uint32_t begins = beginning_of(table);
+    return {(begins >> 8 & 0xff) * 0x01010101u, begins >> 16 << 16 | threadIdx.x % 32 * 4};
+  }
   static __device__ __forceinline__ Row row(uint32_t) { return {}; }
 
+  static __device__ __forceinline__ uint32_t load(uint32_t address) {
+    uint32_t both;
+    asm("ld.shared.b32 %0, [%1];" : "=r"(both) : "r"(address));
+    return both;
+  }
+
+  // The second byte of an address is a code, so that a permutation of bytes makes all of it.
   static __device__ __forceinline__ void fragment(const Constants& constants, const Held<bits>& held, int step, int half,
                                                   const Row&, const Row&, uint32_t (&a)[parts][4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, 0) >> (i < 2 ? 0 : 8);
-      const uint2 low = constants.column[(codes & 15) * columns], high = constants.column[(codes >> 16 & 15) * columns];
-      a[0][i] = __byte_perm(low.x, high.x, 0x5410);
-      a[1][i] = __byte_perm(low.x, high.x, 0x7632);
-      if constexpr (parts == 3) a[2][i] = __byte_perm(low.y, high.y, 0x5410);
+      const uint32_t codes = and_or(codes_of<bits>(held, step, i % 2 + 2 * half, 0), 0x0f0f0f0fu, constants.places);
+      const uint32_t one = load(__byte_perm(codes, constants.of_lane, i < 2 ? 0x7604 : 0x7614));
+      const uint32_t other = load(__byte_perm(codes, constants.of_lane, i < 2 ? 0x7624 : 0x7634));
+      a[0][i] = __byte_perm(one, other, 0x5410);
+      a[1][i] = __byte_perm(one, other, 0x7632);
+    }
+  }
+
+  // Operands as the table has them, the parts of a number side by side, for x in which every number lies twice: the first one
+  // of columns 2t and 2t + 1, the second one of those eight further.
+  static __device__ __forceinline__ void twins(const Constants& constants, const Held<bits>& held, int step, int half,
+                                               uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint32_t codes = and_or(codes_of<bits>(held, step, i + 2 * half, 0), 0x0f0f0f0fu, constants.places);
+      a[0][i] = load(__byte_perm(codes, constants.of_lane, 0x7604));
+      a[0][i + 2] = load(__byte_perm(codes, constants.of_lane, 0x7624));
+      a[1][i] = load(__byte_perm(codes, constants.of_lane, 0x7614));
+      a[1][i + 2] = load(__byte_perm(codes, constants.of_lane, 0x7634));
     }
   }
 

@@ -31,14 +31,14 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, int parts, bool is_ea
   // x: enough for every team; weights: what is left, but no more than a block has to do.
   a.x_stages = S::columns <= 16 ? 12 : S::columns <= 64 ? 6 : 4;
   a.weight_stages = std::clamp((a.units_of_row + parts - 1) / parts, 2, 6);
-  while (a.weight_stages > 2 && GemmMemory<S>(a.unit.size, a.weight_stages, a.x_stages, table).total > most_memory) a.weight_stages--;
-  while (a.x_stages > 2 && GemmMemory<S>(a.unit.size, a.weight_stages, a.x_stages, table).total > most_memory) a.x_stages--;
+  while (a.weight_stages > 2 && GemmMemory<S>(a.unit.size, a.weight_stages, a.x_stages, parts, table).total > most_memory) a.weight_stages--;
+  while (a.x_stages > 2 * S::teams && GemmMemory<S>(a.unit.size, a.weight_stages, a.x_stages, parts, table).total > most_memory) a.x_stages -= S::teams;
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(parts, static_cast<unsigned>((a.tiles + tiles_of_block - 1) / tiles_of_block),
                         static_cast<unsigned>((a.m + S::columns - 1) / S::columns));
   config.blockDim = dim3(S::threads);
-  config.dynamicSmemBytes = GemmMemory<S>(a.unit.size, a.weight_stages, a.x_stages, table).total;
+  config.dynamicSmemBytes = GemmMemory<S>(a.unit.size, a.weight_stages, a.x_stages, parts, table).total;
   config.stream = stream;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;

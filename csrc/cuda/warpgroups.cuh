@@ -36,6 +36,15 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int c
       : "memory");
 }
 
+// At the barrier that lies there in another block of the cluster.
+__device__ __forceinline__ void arrive_in_block(uint64_t* barrier, int block) {
+  asm volatile(
+      "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(barrier)),
+      "r"(block)
+      : "memory");
+}
+
 template <int registers>
 __device__ __forceinline__ void give_registers_back() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
@@ -57,21 +66,17 @@ __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_
                : "memory");
 }
 
-// Until all threads of the cluster that have not ended are here, and what they wrote to shared memory can be seen.
-__device__ __forceinline__ void wait_for_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// Barriers have been started here; and, later, so have those of all blocks of the cluster.
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster_to_arrive() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Four floats at an address of this block's shared memory, in the memory of that block of the cluster.
-__device__ __forceinline__ float4 floats_of_block(uint32_t address, int block) {
-  float4 four;
+// Four floats into the memory of that block of the cluster, at an address and with a barrier as this block has them.
+__device__ __forceinline__ void store_in_block(uint32_t address, int block, const float* four, uint64_t* barrier) {
   asm volatile(
-      "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %4, %5;\n\t"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n\t}"
-      : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-      : "r"(address), "r"(block)
+      "{\n\t.reg .u32 there, counts;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\tmapa.shared::cluster.u32 counts, %2, %1;\n\t"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [counts];\n\t}" ::"r"(address),
+      "r"(block), "r"(shared_address(barrier)), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3])
       : "memory");
-  return four;
 }
 #endif
 
