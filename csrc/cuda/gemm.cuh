@@ -1,8 +1,8 @@
 // y = x W^T for many rows of x on Hopper's tensor cores, from the tiles layout.
 //
 // A block makes 128 rows of W times `columns` rows of x. One thread copies units of W into a ring in shared memory, another
-// boxes of x into a second one; teams of eight warps, each warp with a tile of 16 rows, decode their lanes' codes into operand
-// A of wgmma, in registers, and multiply by x where it lies. Several teams take the units of a row in turn.
+// boxes of x into a second one; eight warps, each with a tile of 16 rows, decode their lanes' codes into operand A of wgmma, in
+// registers, and multiply by x where it lies.
 //
 // Exact: the tensor cores add up exact products of codes and x for the columns of a group, in fp32, and its scale multiplies
 // that sum in fp32. Else: each weight is its number times its scale, rounded once to the type of x, before it is multiplied;
@@ -25,17 +25,16 @@ namespace lowbit::cuda {
 
 constexpr int columns_of_box = 64;
 
-// How a block works: rows of x that it takes, columns of W whose products are under way together, teams of warps; the columns
-// of a group (none where a row is one), and whether its scale multiplies the sums of their products, or else the operands.
-template <int columns_, int batch_, int teams_, int group_, bool is_exact_, Scaling scaling_>
+// How a block works: rows of x that it takes, columns of W whose products are under way together; the columns of a group
+// where a row is one), and whether its scale multiplies the sums of their products, or else the operands.
+template <int columns_, int batch_, int group_, bool is_exact_, Scaling scaling_>
 struct Shape {
-  static constexpr int columns = columns_, batch = batch_, teams = teams_, group = group_;
-  static constexpr int sums = teams > 1 && columns > 32 ? 1 : 2;  // of groups, that registers have room for
+  static constexpr int columns = columns_, batch = batch_, group = group_;
   static constexpr bool is_exact = is_exact_;
   static constexpr Scaling scaling = scaling_;
   static constexpr int boxes_of_stage = columns <= 64 ? 2 : 1, box_bytes = columns * columns_of_box * 2;
   static constexpr int stage_columns = boxes_of_stage * columns_of_box, stage_bytes = boxes_of_stage * box_bytes;
-  static constexpr int workers = teams * threads_of_team, threads = workers + 128;
+  static constexpr int threads = workers_of_block + 128;
 };
 
 template <class S>
@@ -43,7 +42,7 @@ struct GemmMemory {
   int weights, ends, table, barriers, total;  // x comes first; at the end sums, and y, take the place of the rings
   __host__ __device__ GemmMemory(int unit_size, int weight_stages, int x_stages, int parts, int table_bytes) {
     weights = x_stages * S::stage_bytes;
-    const int rings = weights + weight_stages * tiles_of_block * unit_size, sums = Meeting<S>(parts, 0, 0).bytes();
+    const int rings = weights + weight_stages * tiles_of_block * unit_size, sums = Meeting<S::columns>(parts).bytes();
     ends = (rings > sums ? rings : sums) + 15 & ~15;
     table = ends + rows_of_block * static_cast<int>(sizeof(float2));
     barriers = table + table_bytes;
@@ -67,9 +66,8 @@ struct Share {
 struct Ring {
   uint64_t *full, *free;
   int stages, stage = 0, parity = 0;
-  __device__ void advance(int by = 1) {
-    stage += by;
-    if (stage >= stages) stage -= stages, parity ^= 1;
+  __device__ void advance() {
+    if (++stage == stages) stage = 0, parity ^= 1;
   }
 };
 
@@ -85,20 +83,16 @@ __device__ __forceinline__ void copy_weights(const Gemm& a, const Share& share, 
   }
 }
 
-// The teams' stages in turn: where the last units are fewer than the teams, those of the others stay as they are.
 template <class S>
 __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
-  for (int u = share.first; u < share.last; u += S::teams)
-    for (int c = 0; c < a.unit.columns; c += S::stage_columns)
-      for (int t = 0; t < S::teams; t++, ring.advance()) {
-        if (u + t >= share.last) continue;
-        wait(ring.free + ring.stage, ring.parity ^ 1);
-        expect(ring.full + ring.stage, S::stage_bytes);
+  for (int c = share.first * a.unit.columns; c < share.last * a.unit.columns; c += S::stage_columns, ring.advance()) {
+    wait(ring.free + ring.stage, ring.parity ^ 1);
+    expect(ring.full + ring.stage, S::stage_bytes);
 #pragma unroll
-        for (int b = 0; b < S::boxes_of_stage; b++)
-          copy_box(memory + ring.stage * S::stage_bytes + b * S::box_bytes, &a.x, (u + t) * a.unit.columns + c + b * columns_of_box,
-                   share.first_row_of_x, ring.full + ring.stage);
-      }
+    for (int b = 0; b < S::boxes_of_stage; b++)
+      copy_box(memory + ring.stage * S::stage_bytes + b * S::box_bytes, &a.x, c + b * columns_of_box, share.first_row_of_x,
+               ring.full + ring.stage);
+  }
 }
 
 // The sums of a lane: rows lane / 4 and that + 8 of its warp's tile, columns 8 i + 2 (lane % 4) and that + 1 of x.
@@ -107,14 +101,13 @@ template <class Codes, class T, class S>
 __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint8_t* memory, const uint8_t* units,
                                          const uint2* table, Ring weights, Ring x, float (&total)[S::columns / 2]) {
   constexpr int bits = Codes::bits, unit_columns = Unit<bits, 0, false>::columns, batch = S::batch, batches = unit_columns / batch;
-  constexpr int halves = batch / 16, steps = (batch + 31) / 32, parts = S::is_exact ? Codes::parts : 1;
-  constexpr int batches_of_group = S::is_exact ? S::group / batch : batches, sums = S::is_exact ? S::sums : 1;
+  constexpr int halves = batch / 16, steps = batch / 32, parts = S::is_exact ? Codes::parts : 1;
+  constexpr int batches_of_group = S::is_exact ? S::group / batch : batches;
   constexpr bool has_zeros = Codes::takes_zero && (S::scaling == Scaling::plain || S::scaling == Scaling::own);
   constexpr bool has_groups = S::scaling != Scaling::row, has_rest = S::scaling == Scaling::plain;  // T may not hold the scales
-  static_assert(batches % 2 == 0 && (!S::is_exact || S::group % batch == 0) && (batch % S::stage_columns == 0 || S::stage_columns % batch == 0));
-  const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 % tiles_of_block;
-  // A number of the warp, as the compiler sees it too: what it counts with it, and jumps by, is in uniform registers.
-  const int team = S::teams == 1 ? 0 : __shfl_sync(~0u, threadIdx.x / threads_of_team, 0);
+  static_assert(batches % 2 == 0 && (!S::is_exact || S::group % batch == 0));
+  static_assert(batch % S::stage_columns == 0 || S::stage_columns % batch == 0);
+  const int lane = threadIdx.x % 32, tile = threadIdx.x / 32;
   const auto constants = Codes::constants(a.is_signed, table);
   const uint32_t middle = a.is_signed ? 1u << (bits - 1) : 0;
   uint2 zeros = {middle, middle};
@@ -124,31 +117,29 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   }
   auto row = Codes::row(zeros.x), row8 = Codes::row(zeros.y);
   const uint32_t boxes_of_x = operand_b(shared_address(memory));
-  float sum[sums][S::is_exact ? S::columns / 2 : 1];
+  float sum[2][S::is_exact ? S::columns / 2 : 1];
   float2 scale[2] = {};
   uint32_t operand[2][halves][parts][4];
   Held<bits> held[steps];
-  weights.advance(team);
-  x.advance(team);
   Ring free = x;  // what the products have read to its end
   const auto free_x = [&](int g) {
     if ((g + 1) * batch % S::stage_columns) return;
 #pragma unroll
-    for (int s = 0; s < (batch > S::stage_columns ? batch / S::stage_columns : 1); s++, free.advance(S::teams))
+    for (int s = 0; s < (batch > S::stage_columns ? batch / S::stage_columns : 1); s++, free.advance())
       if (lane == 0) arrive(free.free + free.stage);
   };
   const auto add = [&](int g) {  // the sums of the group that ends with a batch
     if constexpr (S::is_exact) {
       const int group = g / batches_of_group;
-      hold_registers(sum[group % sums]);
+      hold_registers(sum[group % 2]);
 #pragma unroll
       for (int i = 0; i < S::columns / 2; i++)
-        total[i] = fmaf(i % 4 < 2 ? scale[group % 2].x : scale[group % 2].y, sum[group % sums][i], total[i]);
+        total[i] = fmaf(i % 4 < 2 ? scale[group % 2].x : scale[group % 2].y, sum[group % 2][i], total[i]);
     }
   };
   const auto sum_of = [&](int g) -> float (&)[S::columns / 2] {
     if constexpr (S::is_exact)
-      return sum[g / batches_of_group % sums];
+      return sum[g / batches_of_group % 2];
     else
       return total;
   };
@@ -159,11 +150,10 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
     scales = GroupScales<S::scaling>(unit, a.unit, a.scale_type, lane);
   };
   const auto read = [&](int g) {  // the codes of a batch; wide planes last for several
-    if (g * batch % 32) return;
 #pragma unroll
     for (int s = 0; s < steps; s++) {
       held[s] = held[s ? s - 1 : steps - 1];
-      hold<bits>(unit, lane, g * batch / 32 + s, held[s]);
+      hold<bits>(unit, lane, g * steps + s, held[s]);
     }
   };
   float2 now = {1.0f, 1.0f};
@@ -199,10 +189,10 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
     if (g + 1 == batches) {  // all of this unit is in registers
       __syncwarp();
       if (lane == 0) arrive(weights.free + weights.stage);
-      weights.advance(S::teams);
+      weights.advance();
     }
   };
-  if (share.first + team < share.last) {
+  if (share.first < share.last) {
     wait(weights.full + weights.stage, weights.parity);
     go_to_unit();
     read(0);
@@ -210,15 +200,9 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   }
   hold_registers(total);
 #pragma unroll 1
-  for (int u = share.first + team; u < share.last; u += S::teams) {
+  for (int u = share.first; u < share.last; u++) {
 #pragma unroll
     for (int g = 0; g < batches; g++) {
-      const bool begins = g % batches_of_group == 0 && g > 0;  // a group: the one before has ended
-      if (S::is_exact && sums == 1 && begins) {
-        wait_for_products<0>();
-        free_x(g - 1);
-        add(g - 1);
-      }
       uint32_t b = 0;
 #pragma unroll
       for (int i = 0; i < halves; i++) {
@@ -231,19 +215,17 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
           Product<S::columns, T>::add(sum_of(g), operand[g % 2][i][p],
                                       b + at / columns_of_box * (S::box_bytes / 16) + at % columns_of_box / 8,
                                       !S::is_exact || i > 0 || p > 0 || g % batches_of_group > 0);
-        if (at + 16 == S::stage_columns) x.advance(S::teams);
+        if (at + 16 == S::stage_columns) x.advance();
       }
       commit_products();
       if (g + 1 == batches) {
-        if (u + S::teams < share.last) wait(weights.full + weights.stage, weights.parity);
+        if (u + 1 < share.last) wait(weights.full + weights.stage, weights.parity);
         go_to_unit();  // behind the last one there is no other: what is decoded then is not used
       }
       read((g + 1) % batches);
-      if (!(S::is_exact && sums == 1 && begins)) {
-        wait_for_products<1>();
-        if (g > 0 || (!S::is_exact && u > share.first + team)) free_x((g + batches - 1) % batches);
-        if (begins) add(g - 1);
-      }
+      wait_for_products<1>();
+      if (g > 0 || (!S::is_exact && u > share.first)) free_x((g + batches - 1) % batches);
+      if (g > 0 && g % batches_of_group == 0) add(g - 1);
       decode((g + 1) % batches);
     }
     if constexpr (S::is_exact) {  // at the end of a unit no products are under way
@@ -255,7 +237,6 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   wait_for_products<0>();
   hold_registers(total);
 }
-
 #endif
 
 template <class Codes, class T, class S>
@@ -277,7 +258,7 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
     for (int s = 0; s < weights.stages; s++) start_barrier(weights.full + s, 1), start_barrier(weights.free + s, tiles_of_block);
     for (int s = 0; s < x.stages; s++) start_barrier(x.full + s, 1), start_barrier(x.free + s, tiles_of_block);
     start_barrier(arrivals.ends, 2);
-    start_barrier(arrivals.done, parts * S::workers / 32);
+    start_barrier(arrivals.done, parts * tiles_of_block);
     start_barrier(arrivals.sums, 1);
     show_barriers_to_copies();
   }
@@ -286,26 +267,26 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
   if (parts > 1) arrive_at_cluster();
   let_dependents_start();
 
-  if (threadIdx.x >= S::workers) {
-    give_registers_back<S::teams == 1 ? 40 : 32>();
-    const int warp = threadIdx.x / 32 - S::workers / 32;
-    if (threadIdx.x == S::workers) {
+  if (threadIdx.x >= workers_of_block) {
+    give_registers_back<40>();
+    const int thread = threadIdx.x - workers_of_block;
+    if (thread == 0) {
       copy_weights(a, share, memory + at.weights, weights);
-    } else if (threadIdx.x == S::workers + 32) {
+    } else if (thread == 32) {
       wait_for_predecessors();
       copy_x<S>(a, share, memory, x);
-    } else if (warp >= 2) {
-      for (int row = threadIdx.x - S::workers - 64; row < rows_of_block; row += 64)
+    } else if (thread >= 64) {
+      for (int row = thread - 64; row < rows_of_block; row += 64)
         ends[row] = end_of<Codes, T>(a, share.first_tile * rows_of_tile + row);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) arrive(arrivals.ends);
+      if (thread % 32 == 0) arrive(arrivals.ends);
     }
   } else {
-    take_registers<S::teams == 1 ? 232 : 112>();  // what the others gave, of 168 or 96 each
+    take_registers<232>();  // what the others gave, of 168 each
     float total[S::columns / 2] = {};
     multiply<Codes, T, S>(a, share, memory, memory + at.weights, table, weights, x, total);
     wait(arrivals.ends, 0);
-    meet_and_write<T, S>(a, share.first_tile * rows_of_tile, share.first_row_of_x, arrivals, ends, memory, total);
+    meet_and_write<T, S::columns>(a, share.first_tile * rows_of_tile, share.first_row_of_x, arrivals, ends, memory, total);
   }
 #endif
 }

@@ -3,12 +3,12 @@
 namespace lowbit::cuda {
 
 using T = __nv_bfloat16;
-template cudaError_t launch_family<Integers<T, 2>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
-template cudaError_t launch_family<Integers<T, 3>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
-template cudaError_t launch_family<Integers<T, 4>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
-template cudaError_t launch_family<Integers<T, 5>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
-template cudaError_t launch_family<Integers<T, 6>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
-template cudaError_t launch_family<Integers<T, 7>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
-template cudaError_t launch_family<Integers<T, 8>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
+template cudaError_t launch_family<Whole<T, 2>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
+template cudaError_t launch_family<Whole<T, 3>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
+template cudaError_t launch_family<Whole<T, 4>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
+template cudaError_t launch_family<Whole<T, 5>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
+template cudaError_t launch_family<Whole<T, 6>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
+template cudaError_t launch_family<Whole<T, 7>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
+template cudaError_t launch_family<Whole<T, 8>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
 
 }  // namespace lowbit::cuda
