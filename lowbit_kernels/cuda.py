@@ -1,4 +1,4 @@
-"""Rows for what csrc compiles for CUDA: linear for up to eight rows of x, from tiles and from canonical bytes.
+"""Rows for what csrc compiles for CUDA: linear from tiles for any number of rows of x, and from canonical bytes for up to eight.
 
 The library is loaded when a call first asks for it; importing this file touches neither it nor the driver.
 """
@@ -62,13 +62,13 @@ _DECODERS = {
     "fp6_e3m2": (3, 1.0, 1.0),
     "fp8_e4m3fn": (4, 1.0, 1.0),
     "fp8_e5m2": (5, 1.0, 1.0),
-    "nf4": (-1, 1.0, 2.0**-10),
+    "nf4": (-1, 1.0, 1.0),
 }
 
 
 @Bound
 def halves_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for at most eight rows of ``x`` and a weight in tiles: 16-bit floats on the tensor cores."""
+    """``x @ W.T + bias`` for at most sixteen rows of ``x`` and a weight in tiles: 16-bit floats on the tensor cores."""
     multiply = torch.ops.lowbit_cuda.halves_linear.default
     exponent, *factors = _DECODERS[scheme.format]
     how = (scheme.bits, exponent, scheme.fmt.signed, scheme.group_size, scheme.scale == "e8m0")
@@ -139,7 +139,7 @@ for _name, _formats, _scales, _groups in (
     ),
 ):
     for _rows, _contract in (
-        (((9, 64), "exact"), ((65, None), "weights rounded once")) if _scales is ALL_PLAIN_SCALES else (((9, None), "exact"),)
+        (((17, 64), "exact"), ((65, None), "weights rounded once")) if _scales is ALL_PLAIN_SCALES else (((17, None), "exact"),)
     ):
         register(
             Kernel(
@@ -158,7 +158,7 @@ for _name, _formats, _scales, _groups in (
                 arch=90,
                 available=available,
                 also=_only_hopper,
-                tiles=((16, 128, 512), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
+                tiles=((32, 128, 512), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
             )
         )
     register(
@@ -174,10 +174,10 @@ for _name, _formats, _scales, _groups in (
             scales=_scales,
             groups=_groups,
             dtypes=frozenset({torch.float16, torch.bfloat16}),
-            m=(1, 8),
+            m=(1, 16),
             arch=80,
             available=available,
-            tiles=((2, 16, 256), (8, 16, 512)),
+            tiles=((2, 16, 256), (8, 16, 512), (16, 16, 512)),
         )
     )
 register(

@@ -31,7 +31,7 @@ def product(x, codes, scheme, scale, zero=None, outer=None):
         pytest.skip(f"{row.name} is unavailable: {reason}")
     parts = LAYOUTS["tiles"].arrange(Parts(pack(codes, scheme.bits), scale, zero), scheme, codes.shape[1])
     there = [None if part is None else part.cuda() for part in (*parts, outer)]
-    y = torch.cat([row.run(some.cuda(), *there, None, scheme).cpu() for some in x.split(8)])
+    y = torch.cat([row.run(some.cuda(), *there, None, scheme).cpu() for some in x.split(16)])
     return y.double(), to_values(codes, scheme, Scales(scale, zero, outer), torch.float64)
 
 

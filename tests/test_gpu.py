@@ -102,12 +102,12 @@ def tiles(scheme: str, n: int, k: int) -> QTensor:
 
 def row_of_tiles(m: int) -> str:
     """The row that multiplies m rows of x by integers in tiles on this device; the last ones are Hopper's."""
-    if m > 8 and torch.cuda.get_device_capability() != (9, 0):
+    if m > 16 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no row for many rows of x from tiles on this device")
     return next(name for most, name in ROWS_OF_TILES if m <= most)
 
 
-ROWS_OF_TILES = ((2, "cuda_tiles_digits"), (8, "cuda_tiles_halves"), (64, "cuda_tiles_gemm"), (10**9, "cuda_tiles_gemm_rounded"))
+ROWS_OF_TILES = ((2, "cuda_tiles_digits"), (16, "cuda_tiles_halves"), (64, "cuda_tiles_gemm"), (10**9, "cuda_tiles_gemm_rounded"))
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int4_sym", "int8", "int3", "int6", "int5_g32"])

@@ -50,7 +50,7 @@ bool is_known(int64_t bits, int64_t exponent, int64_t group, ScaleType scale) {
 Tensor linear_by_halves(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any,
                         std::optional<Tensor> outer_any, std::optional<Tensor> bias_any, int64_t bits, int64_t exponent,
                         bool is_signed, int64_t group_size, bool scale_is_e8m0, double factor, int64_t warps, int64_t stages,
-                        int64_t early_stages) {
+                        int64_t early_stages, int64_t blocks_of_cluster) {
   const ScalarType dtype = x_any.scalar_type();
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
                   "x must be float16 or bfloat16 [..., K] on a CUDA device");
@@ -59,7 +59,9 @@ Tensor linear_by_halves(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   a.scale_type = type_of(scale_any, scale_is_e8m0);
   STD_TORCH_CHECK(is_known(bits, exponent, group_size, a.scale_type), "there is no kernel for ", bits, " bits, an exponent of ",
                   exponent, " and groups of ", group_size, " under such scales");
-  STD_TORCH_CHECK(warps >= 0 && warps <= most_warps_of_halves, "warps must be 0..", most_warps_of_halves, ", got ", warps);
+  STD_TORCH_CHECK(warps >= 0 && warps <= 16, "warps must be 0..16, got ", warps);
+  STD_TORCH_CHECK(blocks_of_cluster >= 0 && blocks_of_cluster <= most_blocks_of_cluster, "blocks_of_cluster must be 0..",
+                  most_blocks_of_cluster, ", got ", blocks_of_cluster);
   const OnDevice guard(x_any.get_device_index());
   const Tensor x = dense(x_any), scale = dense(scale_any);
   Tensor packed = dense(packed_any), zero = scale, outer = scale, bias = scale;  // kept until the launch
@@ -116,7 +118,8 @@ Tensor linear_by_halves(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
 
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
-  const HalvesPlan plan = {static_cast<int>(warps), static_cast<int>(stages), static_cast<int>(a.k ? early_stages : -1)};
+  const HalvesPlan plan = {static_cast<int>(warps), static_cast<int>(stages), static_cast<int>(a.k ? early_stages : -1),
+                           static_cast<int>(blocks_of_cluster)};
   const bool is_half = dtype == ScalarType::Half;
   const auto on = static_cast<cudaStream_t>(stream);
   const cudaError_t error =
@@ -133,7 +136,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
   m.def(
       "halves_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int bits, "
       "int exponent, bool is_signed, int group_size, bool scale_is_e8m0, float factor, int warps=0, int stages=0, "
-      "int early_stages=0) -> Tensor");
+      "int early_stages=0, int blocks_of_cluster=0) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("halves_linear", TORCH_BOX(&linear_by_halves)); }

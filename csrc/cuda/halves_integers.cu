@@ -6,7 +6,7 @@ namespace {
 template <int bits>
 struct Of {
   template <class T>
-  using Family = Integers<T, bits>;
+  using Family = ScaledIntegers<T, bits>;
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 
 #include "gpu.h"
 #include "halves.cuh"
@@ -12,24 +13,60 @@
 
 namespace lowbit::cuda {
 
-inline HalvesMemory memory_of(const Halves& a, int stages, int table_bytes) {
-  const int warps = a.slices_of_pass * a.turns, most_tiles = a.fewest_tiles + (a.blocks_with_more > 0);
-  const bool is_one_pass = a.slices <= a.slices_of_pass, is_one_batch = is_one_pass && most_tiles <= a.tiles_of_batch;
+inline HalvesMemory memory_of(const Halves& a, int octets, int stages, int table_bytes) {
+  const int warps = a.slices_of_pass * a.turns, most_tiles = a.fewest_tiles + (a.clusters_with_more > 0);
+  const int bytes_of_tile = outputs_of_tile(octets) * 4;
+  const bool is_one_pass = a.passes == 1, is_one_batch = is_one_pass && most_tiles <= a.tiles_of_batch;
   HalvesMemory at = {};
-  at.x = at.ring + warps * stages * a.unit.size;
+  at.x = at.ring + warps * stages * a.slot_bytes;
   at.partial = at.x + warps * bytes_of_x;
-  at.total = at.partial + (is_one_batch ? 1 : 2) * a.tiles_of_batch * a.slices_of_pass * outputs_of_tile * 4;
-  at.table = at.total + (is_one_pass ? 0 : most_tiles * outputs_of_tile * 4);
+  at.total = at.partial + (is_one_batch ? 1 : 2) * a.tiles_of_batch * a.slices_of_pass * bytes_of_tile;
+  at.shares = at.total + (is_one_pass ? 0 : most_tiles * bytes_of_tile);
+  const int tiles_of_share = (a.fewest_tiles + a.blocks_of_cluster) / a.blocks_of_cluster;
+  at.table = at.shares + (a.blocks_of_cluster == 1 ? 0 : a.blocks_of_cluster * tiles_of_share * bytes_of_tile);
   at.barriers = at.table + table_bytes;
-  at.all = at.barriers + warps * stages * 8;
+  at.all = at.barriers + (warps * stages + 4) * 8;
   return at;
 }
 
-template <class F, class T, Scales scales, int run>
+// Tiles to clusters, slices to blocks, passes and warps, and shared memory to what they need.
+template <class P>
+void share_out(Halves& a, int octets, const Gpu& device, bool has_ring, HalvesPlan plan, int table_bytes) {
+  const int columns = columns_of_slice(octets), all_slices = std::max((a.k + columns - 1) / columns, 1);
+  const int warps = plan.warps ? plan.warps : most_warps_of_halves;
+  a.blocks_of_cluster = has_ring ? std::min(std::max(plan.blocks_of_cluster, 1), all_slices) : 1;
+  const int slices = (all_slices + a.blocks_of_cluster - 1) / a.blocks_of_cluster;
+  a.passes = (slices + warps - 1) / warps;
+  a.slices_of_pass = (slices + a.passes - 1) / a.passes;
+  a.slot_bytes = P::code_bytes + a.unit.size - a.unit.scale_at;
+  for (int64_t most_of_block = 64; most_of_block; most_of_block /= 2) {
+    const int64_t at_once = device.processors / a.blocks_of_cluster;
+    a.clusters = std::min(a.tiles, std::max(at_once, (a.tiles + most_of_block - 1) / most_of_block));
+    a.fewest_tiles = static_cast<int>(a.tiles / a.clusters);
+    a.clusters_with_more = static_cast<int>(a.tiles % a.clusters);
+    const int most_tiles = a.fewest_tiles + (a.clusters_with_more > 0);
+    a.turns = std::min(warps / a.slices_of_pass, most_tiles);
+    const int tiles_of_turn = (most_tiles + a.turns - 1) / a.turns;
+    const int pieces_of_warp = tiles_of_turn * a.passes * std::min(P::of_slice, a.units_of_row);
+    const int fewest = has_ring ? 2 : 0;
+    for (int tiles : {tiles_of_turn <= 4 && a.passes == 1 ? tiles_of_turn : 2, 1}) {
+      a.tiles_of_batch = a.turns * tiles;
+      a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 2 * P::of_unit, pieces_of_warp)) : 0;
+      while (a.stages > fewest && memory_of(a, octets, a.stages, table_bytes).all > device.memory) a.stages--;
+      a.at = memory_of(a, octets, a.stages, table_bytes);
+      if (a.at.all <= device.memory) return;
+    }
+  }
+}
+
+template <class F, class = void>
+constexpr int table_bytes_of_halves = 0;
+template <class F>
+constexpr int table_bytes_of_halves<F, std::enable_if_t<(F::table_size > 0)>> = F::table_size * sizeof(uint2);
+
+template <class F, class T, Scales scales, int run, int octets>
 cudaError_t launch_halves_kernel(Halves a, HalvesPlan plan, cudaStream_t stream) {
-  const auto kernel = halves_linear<F, T, scales, run>;
-  constexpr int table_bytes = F::parts > 1 ? 256 * sizeof(uint2) : 0;
-  constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns;
+  const auto kernel = halves_linear<F, T, scales, run, octets>;
   int index = 0;
   Gpu device = {};
   if (const cudaError_t error = this_gpu(index, device); error != cudaSuccess) return error;
@@ -47,45 +84,38 @@ cudaError_t launch_halves_kernel(Halves a, HalvesPlan plan, cudaStream_t stream)
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
   const bool is_early = has_ring && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
 
-  const int64_t most_of_block = 64;
-  const int64_t blocks = std::min(a.tiles, std::max<int64_t>(device.processors, (a.tiles + most_of_block - 1) / most_of_block));
-  a.fewest_tiles = static_cast<int>(a.tiles / blocks);
-  a.blocks_with_more = static_cast<int>(a.tiles % blocks);
-  const int most_tiles = a.fewest_tiles + (a.blocks_with_more > 0);
-
-  const int warps = plan.warps ? plan.warps : most_warps_of_halves;
-  a.slices = std::max((a.k + columns_of_slice - 1) / columns_of_slice, 1);
-  const int passes = (a.slices + warps - 1) / warps;
-  a.slices_of_pass = (a.slices + passes - 1) / passes;
-  a.turns = std::min(warps / a.slices_of_pass, most_tiles);
-  const int tiles_of_turn = (most_tiles + a.turns - 1) / a.turns;
-  a.tiles_of_batch = a.turns * (tiles_of_turn <= 4 && passes == 1 ? tiles_of_turn : 2);
-  const int units_of_warp = tiles_of_turn * passes * std::min(units_of_slice, a.units_of_row);
-  const int fewest = has_ring ? 2 : 0;
-  a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 2, units_of_warp)) : 0;
-  while (a.stages > fewest && memory_of(a, a.stages, table_bytes).all > device.memory) a.stages--;
+  share_out<Piece<F, octets>>(a, octets, device, has_ring, plan, table_bytes_of_halves<F>);
   a.early_stages = !is_early ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : a.stages - 1);
 
-  a.at = memory_of(a, a.stages, table_bytes);
-
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = dim3(static_cast<unsigned>(a.clusters * a.blocks_of_cluster));
   config.blockDim = dim3(32, a.slices_of_pass, a.turns);
   config.dynamicSmemBytes = a.at.all;
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = is_early;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (is_early) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (a.blocks_of_cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(a.blocks_of_cluster), 1, 1};
+  }
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
 // `run`: columns whose sum is scaled at once.
+template <class F, class T, Scales scales, int run>
+cudaError_t launch_halves_for(const Halves& a, HalvesPlan plan, cudaStream_t stream) {
+  return a.m <= 8 ? launch_halves_kernel<F, T, scales, run, 1>(a, plan, stream)
+                  : launch_halves_kernel<F, T, scales, run, 2>(a, plan, stream);
+}
+
 template <template <class> class Family, Scales scales, int run>
 cudaError_t launch_halves_of(const Halves& a, bool x_is_half, HalvesPlan plan, cudaStream_t stream) {
-  return x_is_half ? launch_halves_kernel<Family<__half>, __half, scales, run>(a, plan, stream)
-                   : launch_halves_kernel<Family<__nv_bfloat16>, __nv_bfloat16, scales, run>(a, plan, stream);
+  return x_is_half ? launch_halves_for<Family<__half>, __half, scales, run>(a, plan, stream)
+                   : launch_halves_for<Family<__nv_bfloat16>, __nv_bfloat16, scales, run>(a, plan, stream);
 }
 
 template <template <class> class Family>

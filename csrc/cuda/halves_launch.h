@@ -7,16 +7,17 @@
 
 namespace lowbit::cuda {
 
-constexpr int most_rows_of_halves = 8;
-constexpr int most_warps_of_halves = 16;
+constexpr int most_rows_of_halves = 16, most_blocks_of_cluster = 4;
+constexpr int most_warps_of_halves = 16, registers_of_x = 64;
 
-constexpr int columns_of_slice = 512, steps_of_slice = columns_of_slice / 32;
-constexpr int outputs_of_tile = 8 * rows_of_tile;              // of which the first m rows of x count
+// What those registers hold of so many eights of rows of x.
+__host__ __device__ constexpr int columns_of_slice(int octets) { return registers_of_x / octets * 8; }
+__host__ __device__ constexpr int outputs_of_tile(int octets) { return octets * 8 * rows_of_tile; }  // the first m rows of x count
 constexpr int pitch_of_x = 144, bytes_of_x = 8 * pitch_of_x;  // 64 columns of each row of x, spread over all banks
 
 // Where things are in a block's shared memory, each on 16 bytes.
 struct HalvesMemory {
-  int ring, x, partial, total, table, barriers, all;
+  int ring, x, partial, total, shares, table, barriers, all;
 };
 
 struct Halves {
@@ -30,12 +31,13 @@ struct Halves {
   const void* x;              // [m, k]
   const void* bias;           // [n] of x's type, or null
   void* y;                    // [m, n]
-  int64_t n, tiles;
-  int m, k, units_of_row, slices;
-  int slices_of_pass, turns;           // a block's warps: one for each slice of a pass and each of so many tiles
+  int64_t n, tiles, clusters;
+  int m, k, units_of_row;
+  int blocks_of_cluster;               // they share out the slices of x and add their sums
+  int passes, slices_of_pass, turns;   // a block's warps: one for each slice of a pass and each of so many tiles
   int tiles_of_batch;                  // whose slices are added at a time
-  int stages, early_stages;            // of each warp's ring, one of them in use; copies that start before x is waited for
-  int fewest_tiles, blocks_with_more;  // the first blocks have a tile more than the others
+  int slot_bytes, stages, early_stages;  // of each warp's ring, one of them in use; copies that start before x is waited for
+  int fewest_tiles, clusters_with_more;  // the first clusters have a tile more than the others
   int group_shift;                     // a group has 2^that columns
   HalvesMemory at;
   bool is_signed, has_zero, x_on_16_bytes;
@@ -43,7 +45,7 @@ struct Halves {
 
 // 0: the launcher chooses. `early_stages` -1: no copy before the predecessor has ended.
 struct HalvesPlan {
-  int warps, stages, early_stages;
+  int warps, stages, early_stages, blocks_of_cluster;
 };
 
 // Each takes a group of 32, 64, 128 columns or the row under plain scales; integers of 8 bits and floats a group of 32 under
