@@ -25,7 +25,7 @@ namespace lowbit::cuda {
 
 constexpr int columns_of_box = 64;
 
-// How a block works: rows of x that it takes, columns of W whose products are under way together; the columns of a group
+// How a block works: rows of x that it takes, columns of W whose products are under way together; the columns of a group (none
 // where a row is one), and whether its scale multiplies the sums of their products, or else the operands.
 template <int columns_, int batch_, int group_, bool is_exact_, Scaling scaling_>
 struct Shape {
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
   }
   if constexpr (table_bytes_of<Codes> > 0) Codes::fill(table);
   __syncthreads();
-  if (parts > 1) arrive_at_cluster();
+  if (parts > 1) announce_to_cluster();
   let_dependents_start();
 
   if (threadIdx.x >= workers_of_block) {

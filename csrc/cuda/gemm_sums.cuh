@@ -74,7 +74,7 @@ __device__ __forceinline__ void meet_and_write(const Gemm& a, int64_t first_n, i
       const int mine = (Place::strips - block + meeting.blocks - 1) / meeting.blocks;
       expect(arrivals.sums, mine * (meeting.blocks - 1) * 2 * Place::half_bytes);
     }
-    wait_for_cluster_to_arrive();  // it has long begun
+    wait_for_announcements();  // it has long begun
     if (lane < meeting.blocks) arrive_in_block(arrivals.done, lane);
     wait(arrivals.done, 0);
 #pragma unroll

@@ -8,24 +8,11 @@
 namespace lowbit::cuda {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ __forceinline__ void expect(uint64_t* barrier, int size) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(size) : "memory");
-}
-
 // Weights that other blocks read too leave the cache like anything else.
 __device__ __forceinline__ uint64_t read_again() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
-}
-
-// Copies whose bytes the barrier was told to expect.
-__device__ __forceinline__ void copy_expected(void* to, const void* from, int size, uint64_t* barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(size), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
 }
 
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
@@ -67,8 +54,8 @@ __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_
 }
 
 // Barriers have been started here; and, later, so have those of all blocks of the cluster.
-__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_cluster_to_arrive() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void announce_to_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_announcements() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Four floats into the memory of that block of the cluster, at an address and with a barrier as this block has them.
 __device__ __forceinline__ void store_in_block(uint32_t address, int block, const float* four, uint64_t* barrier) {

@@ -3,9 +3,6 @@
 namespace lowbit::cuda {
 
 using T = __half;
-template cudaError_t launch_family<Whole<T, 2>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
-template cudaError_t launch_family<Whole<T, 3>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
-template cudaError_t launch_family<Whole<T, 4>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
 template cudaError_t launch_family<Whole<T, 5>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
 template cudaError_t launch_family<Whole<T, 6>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
 template cudaError_t launch_family<Whole<T, 7>, T>(Gemm, const void*, int64_t, bool, bool, GemmPlan, cudaStream_t);
