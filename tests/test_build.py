@@ -44,7 +44,7 @@ def test_a_compiler_brings_the_cpu_library() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["gemm_integers_bf16", "eights"])
+@pytest.mark.parametrize("source", ["gemm_integers_narrow_bf16", "eights"])
 def test_products_of_hopper_stay_in_registers(setup: ModuleType, source: str, tmp_path: Path) -> None:
     """A loop that spills, or whose products the compiler makes wait for each other, is right and slow: only the build tells."""
     compile_with = setup.nvcc()

@@ -7,6 +7,10 @@
 
 namespace lowbit::cuda {
 
+// Integers as the operands have them: in float16 weights divided by the factor of the scaled ones would be too small.
+template <class T, int bits>
+using Whole = std::conditional_t<std::is_same_v<T, __half>, Integers<T, bits>, ScaledIntegers<T, bits>>;
+
 struct Gemm {
   CUtensorMap x;         // [m, k] in boxes of `columns` rows of 64
   const uint8_t* units;  // [tiles][units_of_row]

@@ -5,8 +5,8 @@
 
 namespace lowbit::cuda {
 
-// Which scales a kernel reads: fp32 and 16 bits, those of x's own type, or one of the narrow ones.
-enum class Scaling { plain, own, e8m0, e4m3 };
+// Which scales a kernel reads in units: fp32 and 16 bits, those of x's own type, one of the narrow ones, or, of rows, none.
+enum class Scaling { plain, own, e8m0, e4m3, row };
 
 template <Scaling scaling>
 struct GroupScales {
@@ -21,10 +21,16 @@ struct GroupScales {
     step = rows_of_tile * size;
   }
 
+  // `T`: the type of x.
+  template <class T>
   __device__ __forceinline__ float2 next() {
     const uint8_t* at = scales;
     scales += step;
-    if constexpr (scaling == Scaling::e8m0) {
+    if constexpr (scaling == Scaling::own) {
+      const uint32_t two = *reinterpret_cast<const uint32_t*>(at);
+      if constexpr (std::is_same_v<T, __half>) return __half22float2(reinterpret_cast<const __half2&>(two));
+      return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
+    } else if constexpr (scaling == Scaling::e8m0) {
       const uint32_t two = *reinterpret_cast<const uint16_t*>(at);
       return {e8m0_to_float(two & 0xff), e8m0_to_float(two >> 8)};
     } else {

@@ -8,10 +8,6 @@
 namespace lowbit::cuda {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ __forceinline__ void expect(uint64_t* barrier, int size) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(size) : "memory");
-}
-
 // Weights that other blocks read too leave the cache like anything else.
 __device__ __forceinline__ uint64_t read_again() {
   uint64_t policy;
@@ -19,20 +15,20 @@ __device__ __forceinline__ uint64_t read_again() {
   return policy;
 }
 
-// Copies whose bytes the barrier was told to expect.
-__device__ __forceinline__ void copy_expected(void* to, const void* from, int size, uint64_t* barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(size), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           shared_address(to)),
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// At the barrier that lies there in another block of the cluster.
+__device__ __forceinline__ void arrive_in_block(uint64_t* barrier, int block) {
+  asm volatile(
+      "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(barrier)),
+      "r"(block)
       : "memory");
 }
 
@@ -57,21 +53,17 @@ __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_
                : "memory");
 }
 
-// Until all threads of the cluster that have not ended are here, and what they wrote to shared memory can be seen.
-__device__ __forceinline__ void wait_for_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// Barriers have been started here; and, later, so have those of all blocks of the cluster.
+__device__ __forceinline__ void announce_to_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_announcements() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Four floats at an address of this block's shared memory, in the memory of that block of the cluster.
-__device__ __forceinline__ float4 floats_of_block(uint32_t address, int block) {
-  float4 four;
+// Four floats into the memory of that block of the cluster, at an address and with a barrier as this block has them.
+__device__ __forceinline__ void store_in_block(uint32_t address, int block, const float* four, uint64_t* barrier) {
   asm volatile(
-      "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %4, %5;\n\t"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n\t}"
-      : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-      : "r"(address), "r"(block)
+      "{\n\t.reg .u32 there, counts;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\tmapa.shared::cluster.u32 counts, %2, %1;\n\t"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [counts];\n\t}" ::"r"(address),
+      "r"(block), "r"(shared_address(barrier)), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3])
       : "memory");
-  return four;
 }
 #endif
 
