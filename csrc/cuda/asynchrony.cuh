@@ -79,6 +79,19 @@ __device__ __forceinline__ void copy(void* to, const void* from, int size, uint6
       : "memory");
 }
 
+// The two halves of that: a barrier may wait for several copies.
+__device__ __forceinline__ void expect(uint64_t* barrier, int size) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(size) : "memory");
+}
+
+__device__ __forceinline__ void copy_expected(void* to, const void* from, int size, uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(size), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

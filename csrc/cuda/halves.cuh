@@ -22,6 +22,8 @@ namespace lowbit::cuda {
 template <class F, class T, Scales scales, int run, int octets>
 __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_linear(const __grid_constant__ Halves a) {
   constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns, outputs = outputs_of_tile(octets);
+  constexpr bool folds = (scales == Scales::e8m0 || scales == Scales::e4m3) && !F::takes_zero;
+  constexpr bool meets_x_early = !folds || units_of_slice == 1;  // else the code grows beyond what the first tile gains
   extern __shared__ __align__(128) uint8_t memory[];
   const int lane = threadIdx.x, place = threadIdx.y, turn = threadIdx.z, warp = turn * a.slices_of_pass + place;
   const int thread = warp * 32 + lane, threads = a.slices_of_pass * a.turns * 32;
@@ -131,7 +133,7 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
         const auto prepare = [&](int step) {
           if constexpr (decltype(is_first)::value) put_in_order(step);
         };
-        if constexpr ((scales == Scales::e8m0 || scales == Scales::e4m3) && !F::takes_zero) {
+        if constexpr (folds) {
           if (may_fold<F, scales, run>(unit + a.unit.scale_at, lane)) {
             products(std::true_type(), prepare);
           } else {
@@ -148,6 +150,10 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
 #endif
       }
     };
+    if constexpr (!meets_x_early) {
+#pragma unroll
+      for (int step = 0; step < steps_of_slice; step++) put_in_order(step);
+    }
     if (pass == 0 && a.blocks_of_cluster > 1) wait_at_cluster();  // all blocks have started, so that they can be sent to
 #pragma unroll 1
     for (int batch = 0; batch < batches; batch++, turned ^= 1) {
@@ -156,8 +162,8 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
 #pragma unroll 1
       for (int tile = first + turn; tile < first + count; tile += a.turns) {
         float sum[octets][4] = {};
-        if (batch == 0 && tile == turn) {
-          products_of_tile(std::true_type(), tile, sum);
+        if (meets_x_early && batch == 0 && tile == turn) {
+          products_of_tile(std::bool_constant<meets_x_early>(), tile, sum);
         } else {
           products_of_tile(std::false_type(), tile, sum);
         }
