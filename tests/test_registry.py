@@ -56,12 +56,12 @@ def test_the_first_row_that_takes_the_call_runs() -> None:
 
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize(
-    ("measured", "expected"), [("large", "large"), ("small", "small"), ("reference_linear", "reference_linear"), ("gone", "small")]
+    ("measured", "row"), [("large", "large"), ("small", "small"), ("reference_linear", "reference_linear"), ("gone", "small")]
 )
-def test_a_row_that_was_measured_to_be_faster_runs_first(measured, expected, monkeypatch) -> None:
+def test_a_row_that_was_measured_to_be_faster_runs_first(measured, row, monkeypatch) -> None:
     monkeypatch.setattr(crossovers, "fastest", lambda *call: measured)
     registry._select.cache_clear()
-    assert select(call(1)).name == expected
+    assert select(call(1)).name == row
     assert select(call(0)).name == "reference_linear"
     with strict("small"):
         assert select(call(1)).name == "small"
