@@ -138,8 +138,8 @@ def _round(layer: Layer, target: Target, device: str | torch.device | None, keep
         quantized = QTensor.quantize(weight, target.weight, method=target.scales)
     else:
         compute = weight if weight.dtype == torch.float64 else weight.float()
-        codes, scales = ROUNDERS[target.rounder](compute, target.weight, target.scales)
-        quantized = QTensor.from_codes(codes, scales, target.weight, weight.dtype)
+        rounded = ROUNDERS[target.rounder].round(compute, target.weight, None)
+        quantized = QTensor.from_codes(rounded.codes, rounded.scales, target.weight, weight.dtype)
     if quantized.device != origin and not keep_on_device:
         moved = quantized.to(origin)
         assert isinstance(moved, QTensor)

@@ -29,8 +29,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "lowbit.scheme": ("lowbit.formats", "lowbit.packing"),
     "lowbit.grid": ("lowbit.scheme", "lowbit.formats"),
     "lowbit.scales": ("lowbit.scheme", "lowbit.grid", "lowbit.formats"),
+    "lowbit.statistics": (),
     "lowbit.algorithms": ("lowbit.algorithms.*",),
-    "lowbit.algorithms.*": ("lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.algorithms.*"),
+    "lowbit.algorithms.*": ("lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.statistics", "lowbit.algorithms.*"),
     # Files know schemas and bytes, and nothing of the tensor.
     "lowbit.checkpoint.tensor_file": (),
     "lowbit.checkpoint.header": (*LEAVES, "lowbit.checkpoint.tensor_file"),
@@ -56,7 +57,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 # Which packages from elsewhere a module may import, where that is a rule too.
 OTHERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*LEAVES, "lowbit.algorithms*"), ("torch",)),
+    **dict.fromkeys((*LEAVES, "lowbit.statistics", "lowbit.algorithms*"), ("torch",)),
     "lowbit_kernels.triton*": ("torch", "triton"),
     "lowbit_kernels*": ("torch",),
 }
