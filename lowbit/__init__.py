@@ -25,6 +25,7 @@ _NAMES = {
     "lowbit.recipe": ("Recipe", "Rule"),
     "lowbit.planning": ("Plan", "explain", "plan"),
     "lowbit.quantize": ("quantize_",),
+    "lowbit.calibration.data": ("Calibration",),
     "lowbit.checkpoint": ("CheckpointError", "load", "save"),
     "lowbit.environment": ("env",),
     "lowbit.pretrained.config": ("Config",),

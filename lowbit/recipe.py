@@ -16,7 +16,7 @@ import yaml
 
 from . import api
 from .scheme import SCHEMES, Scheme, UnknownSchemeError
-from .target import Target
+from .target import FIELDS, Target
 
 __all__ = ["Recipe", "Rule"]
 
@@ -176,7 +176,7 @@ def _target_or_none(value: Any) -> Target | None:
     return getattr(api, value)() if value in api.__all__ else Target.of(value)
 
 
-_OF_A_RULE = ("match", "weight", "activation", "rounder", "scales", "blocks", "optional")
+_OF_A_RULE = ("match", *FIELDS, "blocks", "optional")
 
 
 def _rule(entry: Any, where: str) -> Rule:
@@ -186,7 +186,7 @@ def _rule(entry: Any, where: str) -> Rule:
         raise ValueError(f"{where}: unknown field {', '.join(unknown)}; there are {', '.join(_OF_A_RULE)}")
     fields = {key: value for key, value in entry.items() if key not in ("match", "blocks", "optional")}
     for key, value in {"match": entry["match"], **fields}.items():
-        if not isinstance(value, str) and (value is not None or key not in ("weight", "activation")):
+        if key != "options" and not isinstance(value, str) and (value is not None or key not in ("weight", "activation")):
             raise ValueError(f"{where}: {key} must be a name, got {value!r:.80}")
     if entry["weight"] is None and len(fields) > 1:
         raise ValueError(f"{where}: a layer that is left (weight: null) takes no {', '.join(sorted(fields.keys() - {'weight'}))}")

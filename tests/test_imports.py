@@ -39,7 +39,8 @@ RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.pickling",
-            "lowbit.weight", "lowbit.linear", "lowbit.embedding", "lowbit.layers", "lowbit.calibrate",
+            "lowbit.weight", "lowbit.linear", "lowbit.embedding", "lowbit.layers", "lowbit.calibration",
+            "lowbit.calibration.*", "lowbit.replacement",
             "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api",
             "lowbit.command", "lowbit.command.*", "lowbit.environment",
             "lowbit.pretrained", "lowbit.pretrained.*",

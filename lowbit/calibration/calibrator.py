@@ -1,0 +1,162 @@
+"""Calibrating: a model is quantized block by block, each on what the quantized blocks before it give."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Layer, tied_groups
+from ..planning import LayerPlan
+from ..recipe import block_counts
+from ..replacement import Replacement
+from ..statistics import Statistics
+from .blocks import Survey, call, children, survey
+from .capture import Arguments, Constants, captured
+from .collection import Collector, PartedError
+from .data import Batch
+from .nesting import leaves
+from .residence import Residence, streamed
+
+__all__ = ["Calibrator"]
+
+NO_BLOCKS = "no stack of blocks was found: calibrated as one block, the whole model"
+
+
+class Calibrator:
+    """Quantizes the layers of a model with statistics of their inputs.
+
+    For each block: its inputs are what the blocks before it, quantized, gave; one run over them collects the statistics of
+    its layers, which are then rounded and replaced; a second run gives the next block's inputs. No activation of more than
+    one block is kept. Embeddings come first, without data; what else stands outside of blocks comes last, in a run of the
+    whole model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: Sequence[LayerPlan],
+        layers: list[Layer],
+        batches: Sequence[Batch],
+        replacement: Replacement,
+        residence: Residence,
+    ) -> None:
+        self.notes: list[str] = []
+        self._model, self._batches, self._replacement, self._residence = model, batches, replacement, residence
+        self._names = [entry.name for entry in entries]
+        self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].target is not None}
+        self._ties = [group for group in tied_groups(layers) if any(i in self._modules for i in group)]
+        self._stacks = block_counts(name for layer in layers for name in layer.names)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def run(self) -> None:
+        """Do all of it; ``notes`` then say what there is to know of the model as a whole."""
+        candidates = [path for name in self._stacks for path in children(self._model, name)]
+        with _evaluating(self._model):
+            with streamed(self._model, self._residence, candidates):
+                found = survey(self._model, self._stacks, self._batches[0], self._residence.device)
+            self.notes += found.notes
+            if not found.stacks:
+                self.notes.append(NO_BLOCKS)
+            homes = self._homes(found)
+            tied = {i for group in self._ties for i in group}
+            for i in [i for i, module in self._modules.items() if isinstance(module, nn.Embedding) and i not in tied]:
+                self._carry_out(i, None)
+            for stack in range(len(found.stacks)):
+                self._walk(found, stack, homes)
+            self._rest([path for stack in found.stacks for path in stack.paths])
+
+    def _homes(self, found: Survey) -> dict[int, str]:
+        """The block of each layer that can be quantized with it: one whose weight no layer elsewhere reads."""
+        homes = {i: found.block_of(self._names[i]) for i in self._modules}
+        for group in self._ties:
+            if len({homes.get(i) for i in group}) > 1:
+                homes.update(dict.fromkeys(group))
+        return {i: home for i, home in homes.items() if home is not None}
+
+    def _carry_out(self, i: int, statistics: Statistics | None) -> None:
+        self._replacement.carry_out(i, statistics, calibrated=True)
+        del self._modules[i]
+
+    # ---- blocks --------------------------------------------------------------------------------------------------
+
+    def _walk(self, found: Survey, number: int, homes: dict[int, str]) -> None:
+        stack, constants = found.stacks[number], Constants()
+        device, residence = self._residence.device, self._residence
+        states: list[dict[int, object]] = []
+        calls: list[list[Arguments]] = []
+        others = [path for s in found.stacks for path in s.paths]
+        earlier = [path for s in found.stacks[:number] for path in s.paths]
+        with streamed(self._model, residence, earlier), residence.outside(others):
+            for state, arguments in captured(self._model, stack, self._batches, constants, device):
+                states.append(state)
+                calls.append(arguments)
+        for i, path in enumerate(stack.paths):
+            inside = [j for j in self._modules if homes.get(j) == path]
+            last = i + 1 == len(stack.paths)
+            if last and not inside:
+                break
+            with residence.block(path):
+                block = self._model.get_submodule(path)
+
+                def run(batch: int, block: nn.Module = block, i: int = i) -> object:
+                    args, kwargs = calls[batch][i].filled(states[batch], constants, device)
+                    return block(*args, **kwargs)
+
+                self._quantize(inside, run)
+                if not last:
+                    for batch in range(len(states)):
+                        given = list(leaves(run(batch)))
+                        states[batch] = {index: _kept(given[index]) for index in stack.carried(i)}
+
+    def _rest(self, paths: list[str]) -> None:
+        """What stands outside of blocks, by runs of the whole model."""
+        rest = list(self._modules)
+        if rest:
+            with streamed(self._model, self._residence, paths):
+                self._quantize(rest, lambda batch: call(self._model, self._batches[batch], self._residence.device))
+
+    # ---- statistics ----------------------------------------------------------------------------------------------
+
+    def _quantize(self, places: list[int], run: Callable[[int], object]) -> None:
+        if not places:
+            return
+        collector = self._collected(places, run)
+        groups: dict[str, list[int]] = {}
+        for i in places:
+            groups.setdefault(collector.group(self._names[i]), []).append(i)
+        # Of a tied weight the layer that has data decides.
+        for group in sorted(groups, key=lambda group: group not in collector.tallies):
+            statistics = collector.taken(group)
+            for i in groups[group]:
+                self._carry_out(i, statistics)
+
+    def _collected(self, places: list[int], run: Callable[[int], object], share: bool = True) -> Collector:
+        modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}
+        collector = Collector(modules, share)
+        try:
+            for number, batch in enumerate(self._batches):
+                with collector.listening(number, batch.mask):
+                    run(number)
+        except PartedError:
+            return self._collected(places, run, share=False)
+        return collector
+
+
+def _kept(what: object) -> object:
+    return what.detach().cpu() if isinstance(what, Tensor) else what
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """``model`` without dropout and the like; afterwards each module is in its own mode again."""
+    modes = [(name, module.training) for name, module in model.named_modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for name, training in modes:
+            model.get_submodule(name).training = training

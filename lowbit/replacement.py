@@ -1,0 +1,159 @@
+"""Rounding a layer and putting what came of it in the layer's place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .algorithms import ROUNDERS
+from .embedding import QEmbedding
+from .layers import Layer, replace_module
+from .linear import QLinear
+from .planning import LayerPlan
+from .statistics import Statistics
+from .target import Target
+from .tensor import QTensor, check_weight
+from .weight import QuantizedModule
+
+__all__ = ["Progress", "Replacement", "RoundedWeight", "rounded"]
+
+Progress = Callable[[LayerPlan, int, int], None]
+UNREACHED = "no calibration data reached it: rounded without"
+NO_STATIC_SCALE = "no calibration data reached it: its input's scales are found as it comes"
+
+
+class RoundedWeight(NamedTuple):
+    """A weight on the grid, the error of its products (see :attr:`lowbit.planning.LayerPlan.loss`), and what to know of it."""
+
+    weight: QTensor
+    loss: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Replacement:
+    """Carries out ``entries``, each for the layer at its place in ``layers``, which is emptied as it goes.
+
+    Making one checks every weight, before the first is changed; :meth:`carry_out` replaces one. ``entries`` then says what
+    was done. Arguments as those of :func:`lowbit.quantize_`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: Sequence[LayerPlan],
+        layers: list[Layer],
+        device: str | torch.device | None = None,
+        keep_on_device: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.entries = list(entries)
+        self._model, self._layers, self._progress = model, layers, progress
+        self._device, self._keep = device, keep_on_device
+        self._done: dict[int, QTensor] = {}  # by the identity of a weight that several layers read
+        self._shared = _shared_weights(entries, layers)
+        self._total = sum(entry.target is not None for entry in entries)
+        self._count = 0
+
+    def check(self) -> None:
+        """Raises ``ValueError`` that names a weight without numbers, or with numbers that are not finite."""
+        for entry, layer in zip(self.entries, self._layers, strict=True):
+            if entry.target is None:
+                continue
+            if layer.weight.device.type == "meta":
+                raise ValueError(f"{entry.name} is on the meta device and has no values: load the model first")
+            check_weight(layer.weight, f"{entry.name}.weight")
+
+    @torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
+    def carry_out(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
+        """Replace the layer at place ``i``, if anything is to become of it.
+
+        ``statistics`` of its inputs; ``calibrated``: that there is data, so that a layer without statistics was not reached.
+        """
+        entry = self.entries[i]
+        layer, self._layers[i] = self._layers[i], None  # type: ignore[call-overload]  # the float weight goes with it
+        target = entry.target
+        if target is None:
+            return
+        key = id(layer.module._parameters["weight"])
+        found = RoundedWeight(self._done[key]) if key in self._done else self._rounded(entry, layer, target, statistics)
+        notes = found.notes
+        if calibrated and statistics is None and layer.kind != "embedding" and key not in self._done:
+            notes += (UNREACHED,)
+        input_scale = None
+        if target.activation_scale == "static":
+            input_scale = None if statistics is None else static_scale(statistics, target)
+            notes += (NO_STATIC_SCALE,) if input_scale is None else ()
+        replacement = _module(layer, found.weight, target, input_scale)
+        if key in self._shared:
+            self._done[key] = replacement.weight  # so that the next layer shares these very parameters
+        replace_module(self._model, layer.names, replacement)
+        self._count += 1
+        self.entries[i] = entry = dataclasses.replace(entry, loss=found.loss, notes=notes)
+        if self._progress is not None:
+            self._progress(entry, self._count, self._total)
+
+    def _rounded(self, entry: LayerPlan, layer: Layer, target: Target, statistics: Statistics | None) -> RoundedWeight:
+        weight = layer.weight.detach()
+        origin = weight.device
+        try:
+            found = rounded(weight if self._device is None else weight.to(self._device), target, statistics)
+        except ValueError as error:
+            raise ValueError(f"{entry.name}: {error} ({self._count} of {self._total} layers are quantized)") from error
+        if found.weight.device != origin and not self._keep:
+            moved = found.weight.to(origin)
+            assert isinstance(moved, QTensor)
+            return found._replace(weight=moved)
+        return found
+
+
+def rounded(weight: Tensor, target: Target, statistics: Statistics | None = None) -> RoundedWeight:
+    """``weight`` [N, K] as ``target`` wants it; a rounder that needs ``statistics`` and has none gives way to rtn, and the
+    notes of the plan say that no data came."""
+    if target.rounder == "rtn":  # the operator does this in chunks of rows, in a fused kernel where there is one
+        return _with_loss(weight, QTensor.quantize(weight, target.weight, method=target.scales), statistics)
+    rounder = ROUNDERS[target.rounder]
+    if rounder.needs_statistics and statistics is None:
+        return RoundedWeight(QTensor.quantize(weight, target.weight, method="mse"))
+    compute = weight if weight.dtype == torch.float64 else weight.float()
+    if statistics is not None:
+        statistics = statistics.to(weight.device)
+    codes, scales, notes = rounder.round(compute, target.weight, statistics, **dict(target.options))
+    return _with_loss(weight, QTensor.from_codes(codes, scales, target.weight, weight.dtype), statistics, notes)
+
+
+def _with_loss(weight: Tensor, quantized: QTensor, statistics: Statistics | None, notes: tuple[str, ...] = ()) -> RoundedWeight:
+    if statistics is None:
+        return RoundedWeight(quantized, None, notes)
+    dense = quantized.dequantize(torch.promote_types(weight.dtype, torch.float32))
+    loss = statistics.to(weight.device).output_error(weight, dense)
+    return RoundedWeight(quantized, loss, notes)
+
+
+def static_scale(statistics: Statistics, target: Target) -> Tensor:
+    """The one scale, float32, under which the largest input seen is the largest number of the activation's format."""
+    assert target.activation is not None
+    top = statistics.absmax.max().float()
+    return torch.where(top > 0, top / target.activation.fmt.symmetric_max, 1.0)
+
+
+def _module(layer: Layer, weight: QTensor, target: Target, input_scale: Tensor | None) -> QuantizedModule:
+    module: QuantizedModule
+    if isinstance(layer.module, nn.Embedding):
+        module = QEmbedding(weight, layer.module.padding_idx)
+    else:
+        # The very parameter: another layer may read it, and an optimizer may hold it.
+        bias = layer.module._parameters.get("bias")
+        scale = None if input_scale is None else input_scale.to(weight.device)
+        module = QLinear(weight, bias, target.activation, scale)
+    return module.train(layer.module.training)
+
+
+def _shared_weights(entries: Sequence[LayerPlan], layers: list[Layer]) -> set[int]:
+    pairs = zip(entries, layers, strict=True)
+    counts = Counter(id(layer.module._parameters["weight"]) for entry, layer in pairs if entry.target is not None)
+    return {key for key, count in counts.items() if count > 1}
