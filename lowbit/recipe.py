@@ -8,7 +8,7 @@ import importlib.resources
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,10 @@ class Recipe:
 
     @staticmethod
     def parse(text: str) -> Recipe:
-        """A recipe by name: a scheme (``int4_g64``), a factory (``int8_weight_only``), a file, or one in ``recipes/``."""
+        """A recipe by name: a scheme (``int4_g64``), a factory (``int8_weight_only``), a file, or one in ``recipes/``; or any
+        of these in the hands of a rounder, ``gptq(int3)`` or ``gptq(int3, damping=0.05)``."""
+        if spelled := re.fullmatch(r"(\w+)\((.+)\)", text.strip()):
+            return _by_rounder(*spelled.groups())
         if text in api.__all__:
             return Recipe((Rule("*", getattr(api, text)()),), text)
         try:
@@ -125,6 +128,21 @@ class Recipe:
             return Recipe.from_text(shipped[text].read_text(encoding="utf-8"), text)
         near = difflib.get_close_matches(text, [*SCHEMES, *api.__all__, *shipped], n=4, cutoff=0.3)
         raise ValueError(f"no scheme, recipe or file named {text!r}; did you mean {', '.join(near or SCHEMES)}?")
+
+    def rounded_by(self, rounder: str, **options: Any) -> Recipe:
+        """This recipe with the codes of every rule chosen by ``rounder``, a key of ``lowbit.algorithms.ROUNDERS``.
+
+        Raises ``ValueError`` for a rounder or an option that does not exist.
+        """
+
+        def changed(rule: Rule) -> Rule:
+            if rule.target is None:
+                return rule
+            # How scales are chosen is an option of round-to-nearest.
+            scales = rule.target.scales if rounder == "rtn" else "range"
+            return replace(rule, target=rule.target.replace(rounder=rounder, options=tuple(options.items()), scales=scales))
+
+        return Recipe(tuple(map(changed, self.rules)), self.name)
 
     @staticmethod
     def from_file(path: str | Path) -> Recipe:
@@ -166,6 +184,19 @@ class Recipe:
         return next((rule for rule in self.rules if any(rule.matches(name, counts) for name in names)), None)
 
 
+def _by_rounder(rounder: str, inside: str) -> Recipe:
+    """``int3, damping=0.05`` in the hands of ``rounder``."""
+    text, *settings = (part.strip() for part in inside.split(","))
+    options = {}
+    for setting in settings:
+        name, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise ValueError(f"an option of {rounder} is spelled name=value, got {setting!r:.80}")
+        options[name] = yaml.safe_load(value)
+    found = Recipe.parse(text).rounded_by(rounder, **options)
+    return replace(found, name=f"{rounder}({inside})")
+
+
 def _target_or_none(value: Any) -> Target | None:
     if value is None:
         return None
@@ -173,6 +204,8 @@ def _target_or_none(value: Any) -> Target | None:
         if len(value.rules) != 1:
             raise ValueError(f"a pattern stands for one target, and recipe {value.name!r} has {len(value.rules)} rules")
         return value.rules[0].target
+    if isinstance(value, str) and "(" in value:
+        return _target_or_none(Recipe.parse(value))
     return getattr(api, value)() if value in api.__all__ else Target.of(value)
 
 

@@ -74,6 +74,23 @@ def test_quantize_then_load(model: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "7 of 9 layers quantized" in capsys.readouterr().out
 
 
+def test_quantize_on_a_text(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, recipe = material / "text.txt", "int8_static_activation_int8_weight"
+    found = parsed(capsys, "quantize", model, "-r", recipe, "-o", tmp_path, "--calibration", text, "--rows", 3, "--length", 16)
+    assert all(layer["loss"] > 0 for layer in found["plan"]["layers"] if layer["target"] is not None)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    lowbit.quantize_(expected, recipe, calibration=lowbit.Calibration(text, rows=3, length=16))
+    scale = expected.model.layers[0].mlp.up_proj.input_scale
+    loaded = lowbit.load(tmp_path)
+    assert torch.equal(loaded.model.layers[0].mlp.up_proj.input_scale, scale)
+    ids = torch.tensor([[2, 3, 4, 41]])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected(ids).logits)
+    line = failed(capsys, 2, "quantize", model, "-r", recipe, "-o", tmp_path)
+    assert "a static activation_scale looks at data: give a text with --calibration FILE" in line
+    assert "no text file" in failed(capsys, 2, "quantize", model, "-o", tmp_path, "--calibration", tmp_path / "none.txt")
+
+
 def test_inspect(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantized = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     carried = lowbit.quantize_(quantized, {"*mlp*": "mxfp4", "*": "int8_dynamic_activation_int8_weight"})

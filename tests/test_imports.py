@@ -41,7 +41,7 @@ RULES: dict[str, tuple[str, ...]] = {
             "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.pickling",
             "lowbit.weight", "lowbit.linear", "lowbit.embedding", "lowbit.layers", "lowbit.calibration",
             "lowbit.calibration.*", "lowbit.replacement",
-            "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api",
+            "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api", "lowbit.methods",
             "lowbit.command", "lowbit.command.*", "lowbit.environment",
             "lowbit.pretrained", "lowbit.pretrained.*",
             "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.skeleton",

@@ -83,7 +83,7 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
     Draws nothing where stderr is no terminal.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     console = Console(file=sys.stderr)  # the one of now: what libraries write to stderr in the meantime may be caught
     columns = (
@@ -91,6 +91,7 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
         BarColumn(),
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=None)
