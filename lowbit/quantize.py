@@ -62,11 +62,12 @@ def quantize_(
     else:
         from .calibration.calibrator import Calibrator
         from .calibration.residence import OnDevice, Residence
+        from .calibration.states import States
 
         where = None if device is None else usable_device(device)
         residence = Residence(model) if where is None else OnDevice(model, where, keep_on_device)
         batches = Calibration.of(calibration).batches(model)
-        calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence)
+        calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, States())
         calibrator.run()
         notes = calibrator.notes
     carried = dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(notes))

@@ -20,7 +20,7 @@ from .target import Target
 from .tensor import QTensor, check_weight
 from .weight import QuantizedModule
 
-__all__ = ["Progress", "Replacement", "RoundedWeight", "rounded"]
+__all__ = ["Done", "Progress", "Replacement", "RoundedWeight", "rounded"]
 
 Progress = Callable[[LayerPlan, int, int], None]
 UNREACHED = "no calibration data reached it: rounded without"
@@ -33,6 +33,13 @@ class RoundedWeight(NamedTuple):
     weight: QTensor
     loss: float | None = None
     notes: tuple[str, ...] = ()
+
+
+class Done(NamedTuple):
+    """What is known of a layer that an earlier run replaced."""
+
+    loss: float | None
+    notes: tuple[str, ...]
 
 
 class Replacement:
@@ -54,8 +61,10 @@ class Replacement:
         self.entries = list(entries)
         self._model, self._layers, self._progress = model, layers, progress
         self._device, self._keep = device, keep_on_device
-        self._done: dict[int, QTensor] = {}  # by the identity of a weight that several layers read
-        self._shared = _shared_weights(entries, layers)
+        self._done: dict[int, QTensor] = {}  # by the identity that a weight which several layers read had here
+        self._keys = [id(layer.module._parameters.get(layer.attribute)) for layer in layers]
+        counts = Counter(key for key, entry in zip(self._keys, entries, strict=True) if entry.target is not None)
+        self._shared = {key for key, count in counts.items() if count > 1}
         self._total = sum(entry.target is not None for entry in entries)
         self._count = 0
 
@@ -79,7 +88,7 @@ class Replacement:
         target = entry.target
         if target is None:
             return
-        key = id(layer.module._parameters["weight"])
+        key = self._keys[i]
         found = RoundedWeight(self._done[key]) if key in self._done else self._rounded(entry, layer, target, statistics)
         notes = found.notes
         if calibrated and statistics is None and layer.kind != "embedding" and key not in self._done:
@@ -92,10 +101,18 @@ class Replacement:
         if key in self._shared:
             self._done[key] = replacement.weight  # so that the next layer shares these very parameters
         replace_module(self._model, layer.names, replacement)
+        self._told(i, Done(found.loss, notes))
+
+    def take_over(self, i: int, done: Done) -> None:
+        """The layer at place ``i`` has been replaced already."""
+        self._layers[i] = None  # type: ignore[call-overload]
+        self._told(i, done)
+
+    def _told(self, i: int, done: Done) -> None:
         self._count += 1
-        self.entries[i] = entry = dataclasses.replace(entry, loss=found.loss, notes=notes)
+        self.entries[i] = dataclasses.replace(self.entries[i], loss=done.loss, notes=done.notes)
         if self._progress is not None:
-            self._progress(entry, self._count, self._total)
+            self._progress(self.entries[i], self._count, self._total)
 
     def _rounded(self, entry: LayerPlan, layer: Layer, target: Target, statistics: Statistics | None) -> RoundedWeight:
         weight = layer.weight.detach()
@@ -151,9 +168,3 @@ def _module(layer: Layer, weight: QTensor, target: Target, input_scale: Tensor |
         scale = None if input_scale is None else input_scale.to(weight.device)
         module = QLinear(weight, bias, target.activation, scale)
     return module.train(layer.module.training)
-
-
-def _shared_weights(entries: Sequence[LayerPlan], layers: list[Layer]) -> set[int]:
-    pairs = zip(entries, layers, strict=True)
-    counts = Counter(id(layer.module._parameters["weight"]) for entry, layer in pairs if entry.target is not None)
-    return {key for key, count in counts.items() if count > 1}

@@ -19,6 +19,7 @@ from .collection import Collector, PartedError
 from .data import Batch
 from .nesting import leaves
 from .residence import Residence, streamed
+from .states import States
 
 __all__ = ["Calibrator"]
 
@@ -42,9 +43,11 @@ class Calibrator:
         batches: Sequence[Batch],
         replacement: Replacement,
         residence: Residence,
+        states: States,
     ) -> None:
         self.notes: list[str] = []
-        self._model, self._batches, self._replacement, self._residence = model, batches, replacement, residence
+        self._model, self._batches, self._replacement = model, batches, replacement
+        self._residence, self._states = residence, states
         self._names = [entry.name for entry in entries]
         self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].target is not None}
         self._ties = [group for group in tied_groups(layers) if any(i in self._modules for i in group)]
@@ -55,6 +58,8 @@ class Calibrator:
     def run(self) -> None:
         """Do all of it; ``notes`` then say what there is to know of the model as a whole."""
         candidates = [path for name in self._stacks for path in children(self._model, name)]
+        for path in candidates:
+            self._restore(path)
         with _evaluating(self._model):
             with streamed(self._model, self._residence, candidates):
                 found = survey(self._model, self._stacks, self._batches[0], self._residence.device)
@@ -63,8 +68,11 @@ class Calibrator:
                 self.notes.append(NO_BLOCKS)
             homes = self._homes(found)
             tied = {i for group in self._ties for i in group}
-            for i in [i for i, module in self._modules.items() if isinstance(module, nn.Embedding) and i not in tied]:
-                self._carry_out(i, None)
+            tables = [i for i, module in self._modules.items() if isinstance(module, nn.Embedding) and i not in tied]
+            if tables:
+                with self._residence.outside(candidates):
+                    for i in tables:
+                        self._carry_out(i, None)
             for stack in range(len(found.stacks)):
                 self._walk(found, stack, homes)
             self._rest([path for stack in found.stacks for path in stack.paths])
@@ -81,36 +89,49 @@ class Calibrator:
         self._replacement.carry_out(i, statistics, calibrated=True)
         del self._modules[i]
 
+    def _restore(self, path: str) -> None:
+        """Take over a block that an earlier run finished."""
+        for name, done in self._residence.restored(path).items():
+            i = self._names.index(name)
+            self._replacement.take_over(i, done)
+            del self._modules[i]
+
     # ---- blocks --------------------------------------------------------------------------------------------------
 
     def _walk(self, found: Survey, number: int, homes: dict[int, str]) -> None:
         stack, constants = found.stacks[number], Constants()
         device, residence = self._residence.device, self._residence
-        states: list[dict[int, object]] = []
         calls: list[list[Arguments]] = []
         others = [path for s in found.stacks for path in s.paths]
         earlier = [path for s in found.stacks[:number] for path in s.paths]
         with streamed(self._model, residence, earlier), residence.outside(others):
-            for state, arguments in captured(self._model, stack, self._batches, constants, device):
-                states.append(state)
+            for batch, (state, arguments) in enumerate(captured(self._model, stack, self._batches, constants, device)):
+                self._states.put(number, 0, batch, state)
                 calls.append(arguments)
-        for i, path in enumerate(stack.paths):
+        self._states.finish(number, 0, len(calls))
+        done = next((i for i, path in enumerate(stack.paths) if not residence.is_done(path)), len(stack.paths))
+        for i in range(self._states.latest(number, done, len(calls)), len(stack.paths)):
+            path, last = stack.paths[i], i + 1 == len(stack.paths)
             inside = [j for j in self._modules if homes.get(j) == path]
-            last = i + 1 == len(stack.paths)
             if last and not inside:
                 break
             with residence.block(path):
                 block = self._model.get_submodule(path)
 
                 def run(batch: int, block: nn.Module = block, i: int = i) -> object:
-                    args, kwargs = calls[batch][i].filled(states[batch], constants, device)
+                    args, kwargs = calls[batch][i].filled(self._states.get(number, i, batch), constants, device)
                     return block(*args, **kwargs)
 
                 self._quantize(inside, run)
                 if not last:
-                    for batch in range(len(states)):
+                    for batch in range(len(calls)):
                         given = list(leaves(run(batch)))
-                        states[batch] = {index: _kept(given[index]) for index in stack.carried(i)}
+                        left = {index: _kept(given[index]) for index in stack.carried(i)}
+                        self._states.put(number, i + 1, batch, left)
+                    self._states.finish(number, i + 1, len(calls))
+                if i >= done:
+                    residence.keep(path, [self._replacement.entries[j] for j in inside])
+            self._states.drop(number, i)
 
     def _rest(self, paths: list[str]) -> None:
         """What stands outside of blocks, by runs of the whole model."""

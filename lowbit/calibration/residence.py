@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..planning import LayerPlan
+from ..replacement import Done
+from ..weight import QuantizedModule
+
 __all__ = ["OnDevice", "Residence", "streamed"]
 
 
@@ -31,6 +35,17 @@ class Residence:
     def outside(self, paths: Sequence[str]) -> contextlib.AbstractContextManager[None]:
         """All but the blocks at ``paths``."""
         return contextlib.nullcontext()
+
+    def is_done(self, path: str) -> bool:
+        """Whether an earlier run finished the block at ``path``."""
+        return False
+
+    def restored(self, path: str) -> dict[str, Done]:
+        """What an earlier run did to the layers of the block at ``path``, which is then what that run made of it."""
+        return {}
+
+    def keep(self, path: str, entries: Sequence[LayerPlan]) -> None:
+        """The block at ``path``, which is there, is finished, and ``entries`` are its layers."""
 
 
 class OnDevice(Residence):
@@ -67,7 +82,8 @@ class OnDevice(Residence):
             _move(module, where(name))
 
     def _home(self, name: str) -> torch.device | None:
-        return self._origin.get(name)
+        stays = self._keep and isinstance(self.model.get_submodule(name), QuantizedModule)
+        return None if stays else self._origin.get(name)
 
 
 def _place(module: nn.Module) -> torch.device | None:
