@@ -73,7 +73,7 @@ def evaluate(
             tasks=[name for name in asked if name != _PERPLEXITY],
             limit=limit, shots=shots, context=context, stride=stride, chunks=chunks, batch=batch_size, compared=divergence,
         )  # fmt: skip
-        tokenizer = _tokenizer(source)
+        tokenizer = load_tokenizer(source)
         outcomes = evaluation.compare(
             lambda: convert(load_model(source)), tokenizer, wanted, material, files=out is not None, speed=speed, device=device,
             cache=None if out is None else out / "cache", harness=None if out is None else out / "lm-eval", progress=progress,
@@ -104,15 +104,6 @@ def _conversion(dtype: str | None) -> Callable[[Any], Any]:
     if dtype not in ("float32", "bfloat16", "float16") or found is None:
         raise typer.BadParameter(f"--dtype must be float32, bfloat16 or float16, got {dtype}")
     return lambda model: model.to(found)
-
-
-def _tokenizer(source: str) -> Any:
-    try:
-        return load_tokenizer(source)
-    except (OSError, ValueError, KeyError) as error:
-        if Path(source).is_dir():
-            raise ValueError(f"{source} holds no tokenizer that can be read ({' '.join(str(error).split())[:160]})") from None
-        raise
 
 
 def _write(found: dict[str, Any], out: Path) -> None:
