@@ -34,10 +34,12 @@ class Rounder:
         round: ``round(weight, scheme, statistics, **options)`` for a ``weight`` [N, K] (float32 or float64, finite), a
             :class:`~lowbit.Scheme` and :class:`~lowbit.statistics.Statistics` or None; gives :class:`Rounded`.
         needs_statistics: whether ``statistics`` may not be None.
+        check: ``check(**options)`` raises ``ValueError`` for values that the options cannot take, before any work.
     """
 
     round: Callable[..., Rounded]
     needs_statistics: bool
+    check: Callable[..., None] = lambda **options: None
 
     @property
     def options(self) -> dict[str, Any]:
