@@ -26,6 +26,7 @@ _NAMES = {
     "lowbit.planning": ("Plan", "explain", "plan"),
     "lowbit.quantize": ("quantize_",),
     "lowbit.calibration.data": ("Calibration",),
+    "lowbit.streaming.job": ("quantize_folder",),
     "lowbit.checkpoint": ("CheckpointError", "load", "save"),
     "lowbit.environment": ("env",),
     "lowbit.pretrained.config": ("Config",),

@@ -18,10 +18,10 @@ from . import api
 from .scheme import SCHEMES, Scheme, UnknownSchemeError
 from .target import FIELDS, Target
 
-__all__ = ["Recipe", "Rule"]
+__all__ = ["Recipe", "Rule", "block_counts", "block_of"]
 
 
-def _block(name: str) -> tuple[str, int] | None:
+def block_of(name: str) -> tuple[str, int] | None:
     """The stack and the number of the block that a layer stands in: the first number in its name. None outside of any."""
     parts = name.split(".")
     place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
@@ -31,7 +31,7 @@ def _block(name: str) -> tuple[str, int] | None:
 def block_counts(names: Iterable[str]) -> dict[str, int]:
     """How many blocks each stack of a model has, from the names of its layers: ``{"model.layers": 32}``."""
     counts: dict[str, int] = {}
-    for stack, number in filter(None, map(_block, names)):
+    for stack, number in filter(None, map(block_of, names)):
         counts[stack] = max(counts.get(stack, 0), number + 1)
     return counts
 
@@ -65,7 +65,7 @@ class Rule:
     def matches(self, name: str, counts: Mapping[str, int] | None = None) -> bool:
         """Whether the rule takes the layer called ``name`` of a model with these :func:`block_counts`."""
         if self.blocks is not None:
-            place = _block(name)
+            place = block_of(name)
             if place is None or not {place[1], place[1] - (counts or {}).get(place[0], 0)} & set(self.blocks):
                 return False
         if self.pattern.startswith("re:"):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 __all__ = ["Statistics", "Tally"]
 
+_CHUNK = 256  # rows of a matrix that are worked on at a time, so that no second one of its size is made
 _ROWS = 4096  # rows that are multiplied at a time: their sum is float32's only one, everything above is float64
 
 
@@ -69,10 +70,17 @@ class Statistics:
 
         0 where the weight gives 0 for all these inputs and so does ``rounded``; infinity where only the weight does.
         """
-        gram, w = self.gram.double(), weight.double()
-        e = w - rounded.double()
-        noise, signal = float(((e @ gram) * e).sum()), float(((w @ gram) * w).sum())
+        noise = signal = 0.0
+        for rows in torch.arange(len(weight), device=weight.device).split(_CHUNK):
+            w = weight[rows].double()
+            e = w - rounded[rows].double()
+            noise, signal = noise + _squared(e, self.gram), signal + _squared(w, self.gram)
         return max(noise, 0.0) / signal if signal > 0 else (0.0 if noise <= 0 else float("inf"))
+
+
+def _squared(w: Tensor, gram: Tensor) -> float:
+    """tr(w gram w^T), products in float32 and their sum in float64."""
+    return float(((w.float() @ gram).double() * w).sum())
 
 
 class Tally:
@@ -124,7 +132,8 @@ class Tally:
         if top > 1e18:
             raise ValueError(f"{where}: an input of {top:.3g} is too large for its square to fit float32: scale the model down")
         for part in rows.split(_ROWS):
-            self.gram += part.T @ part
+            for start in range(0, part.shape[1], _CHUNK):
+                self.gram[start : start + _CHUNK] += part[:, start : start + _CHUNK].T @ part
         self.absmax = torch.maximum(self.absmax, absmax.float())
         self.count += len(rows)
 
@@ -138,5 +147,8 @@ class Tally:
 
     def statistics(self) -> Statistics:
         """The statistics of all rows added. Raises ``ValueError`` where there are none."""
-        mean = self.gram / max(self.count, 1)
-        return Statistics(((mean + mean.T) / 2).float(), self.absmax.clone(), self.count)
+        gram = torch.empty(self.gram.shape, device=self.gram.device)
+        for start in range(0, len(gram), _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            gram[rows] = (self.gram[rows] + self.gram[:, rows].T) / (2 * max(self.count, 1))
+        return Statistics(gram, self.absmax.clone(), self.count)

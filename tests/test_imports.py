@@ -40,7 +40,7 @@ RULES: dict[str, tuple[str, ...]] = {
         (
             "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.pickling",
             "lowbit.weight", "lowbit.linear", "lowbit.embedding", "lowbit.layers", "lowbit.calibration",
-            "lowbit.calibration.*", "lowbit.replacement",
+            "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
             "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api", "lowbit.methods",
             "lowbit.command", "lowbit.command.*", "lowbit.environment",
             "lowbit.pretrained", "lowbit.pretrained.*",

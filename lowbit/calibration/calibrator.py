@@ -102,9 +102,9 @@ class Calibrator:
         stack, constants = found.stacks[number], Constants()
         device, residence = self._residence.device, self._residence
         calls: list[list[Arguments]] = []
-        others = [path for s in found.stacks for path in s.paths]
         earlier = [path for s in found.stacks[:number] for path in s.paths]
-        with streamed(self._model, residence, earlier), residence.outside(others):
+        later = [path for s in found.stacks[number:] for path in s.paths]
+        with streamed(self._model, residence, earlier, later):
             for batch, (state, arguments) in enumerate(captured(self._model, stack, self._batches, constants, device)):
                 self._states.put(number, 0, batch, state)
                 calls.append(arguments)
@@ -125,9 +125,7 @@ class Calibrator:
                 self._quantize(inside, run)
                 if not last:
                     for batch in range(len(calls)):
-                        given = list(leaves(run(batch)))
-                        left = {index: _kept(given[index]) for index in stack.carried(i)}
-                        self._states.put(number, i + 1, batch, left)
+                        self._states.put(number, i + 1, batch, _carried(run(batch), stack.carried(i)))
                     self._states.finish(number, i + 1, len(calls))
                 if i >= done:
                     residence.keep(path, [self._replacement.entries[j] for j in inside])
@@ -151,9 +149,11 @@ class Calibrator:
             groups.setdefault(collector.group(self._names[i]), []).append(i)
         # Of a tied weight the layer that has data decides.
         for group in sorted(groups, key=lambda group: group not in collector.tallies):
+            self._residence.trim()
             statistics = collector.taken(group)
             for i in groups[group]:
                 self._carry_out(i, statistics)
+                self._residence.trim()
 
     def _collected(self, places: list[int], run: Callable[[int], object], share: bool = True) -> Collector:
         modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}
@@ -162,13 +162,16 @@ class Calibrator:
             for number, batch in enumerate(self._batches):
                 with collector.listening(number, batch.mask):
                     run(number)
+                self._residence.trim()
         except PartedError:
             return self._collected(places, run, share=False)
         return collector
 
 
-def _kept(what: object) -> object:
-    return what.detach().cpu() if isinstance(what, Tensor) else what
+def _carried(output: object, wanted: list[int]) -> dict[int, object]:
+    """The leaves of a block's output that the next one reads."""
+    given = list(leaves(output))
+    return {i: given[i].detach().cpu() if isinstance(given[i], Tensor) else given[i] for i in wanted}
 
 
 @contextlib.contextmanager

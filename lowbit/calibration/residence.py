@@ -36,6 +36,9 @@ class Residence:
         """All but the blocks at ``paths``."""
         return contextlib.nullcontext()
 
+    def trim(self) -> None:
+        """Large tensors have just been let go."""
+
     def is_done(self, path: str) -> bool:
         """Whether an earlier run finished the block at ``path``."""
         return False
@@ -102,8 +105,9 @@ def _move(module: nn.Module, device: torch.device | None) -> None:
 
 
 @contextlib.contextmanager
-def streamed(model: nn.Module, residence: Residence, paths: Sequence[str]) -> Iterator[None]:
-    """Within the block all of ``model`` can run: each of the blocks at ``paths`` is there while it does."""
+def streamed(model: nn.Module, residence: Residence, paths: Sequence[str], away: Sequence[str] = ()) -> Iterator[None]:
+    """Within the block all of ``model`` can run but the blocks at ``away``: each of those at ``paths`` is there while it
+    runs."""
     there: list[Any] = []
 
     def before(path: str) -> Callable[..., None]:
@@ -118,7 +122,7 @@ def streamed(model: nn.Module, residence: Residence, paths: Sequence[str]) -> It
             there.pop().__exit__(None, None, None)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(residence.outside(paths))
+        stack.enter_context(residence.outside([*paths, *away]))
         for path in paths:
             module = model.get_submodule(path)
             stack.callback(module.register_forward_pre_hook(before(path)).remove)
