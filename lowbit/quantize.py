@@ -46,6 +46,10 @@ def quantize_(
         keep_on_device: leave the quantized weights on ``device``, instead of moving them back.
         progress: called with (layer, layers done, layers in all) after each layer.
 
+    In a ``torch.distributed`` group (``torchrun``; ``init_process_group("gloo")``) every process calls this with the same
+    arguments: with data each runs its share of the batches and rounds its share of the layers, and all end with the same
+    model, which one of them saves.
+
     Every weight is checked before the first is changed. Peak memory stays under the model and twice its largest layer; with
     data it is the model, the statistics of a block (8 K^2 bytes for each tensor that its layers read), what the rounder
     takes for one layer, and the inputs of one block. Raises ``ValueError`` for a pattern that matches nothing, a call that

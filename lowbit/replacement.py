@@ -33,6 +33,7 @@ class RoundedWeight(NamedTuple):
     weight: QTensor
     loss: float | None = None
     notes: tuple[str, ...] = ()
+    input_scale: Tensor | None = None
 
 
 class Done(NamedTuple):
@@ -77,31 +78,46 @@ class Replacement:
                 raise ValueError(f"{entry.name} is on the meta device and has no values: load the model first")
             check_weight(layer.weight, f"{entry.name}.weight")
 
-    @torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
     def carry_out(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
-        """Replace the layer at place ``i``, if anything is to become of it.
+        """Replace the layer at place ``i``, if anything is to become of it: :meth:`round` and :meth:`place`."""
+        if self.entries[i].target is None:
+            self._layers[i] = None  # type: ignore[call-overload]  # the float weight goes with it
+        else:
+            self.place(i, self.round(i, statistics, calibrated))
+
+    def round(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> RoundedWeight:
+        """What becomes of the layer at place ``i``, which stays as it is for now.
 
         ``statistics`` of its inputs; ``calibrated``: that there is data, so that a layer without statistics was not reached.
         """
-        entry = self.entries[i]
-        layer, self._layers[i] = self._layers[i], None  # type: ignore[call-overload]  # the float weight goes with it
-        target = entry.target
-        if target is None:
-            return
-        key = self._keys[i]
-        found = RoundedWeight(self._done[key]) if key in self._done else self._rounded(entry, layer, target, statistics)
-        notes = found.notes
-        if calibrated and statistics is None and layer.kind != "embedding" and key not in self._done:
-            notes += (UNREACHED,)
-        input_scale = None
-        if target.activation_scale == "static":
-            input_scale = None if statistics is None else static_scale(statistics, target)
-            notes += (NO_STATIC_SCALE,) if input_scale is None else ()
-        replacement = _module(layer, found.weight, target, input_scale)
+        entry, layer = self.entries[i], self._layers[i]
+        assert entry.target is not None
+        if self._keys[i] in self._done:
+            found = RoundedWeight(self._done[self._keys[i]])
+        else:
+            found = self._rounded(entry, layer, entry.target, statistics)
+            if calibrated and statistics is None and layer.kind != "embedding":
+                found = found._replace(notes=(*found.notes, UNREACHED))
+        if entry.target.activation_scale != "static":
+            return found
+        if statistics is None:
+            return found._replace(notes=(*found.notes, NO_STATIC_SCALE))
+        return found._replace(input_scale=static_scale(statistics, entry.target))
+
+    @torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
+    def place(self, i: int, found: RoundedWeight) -> None:
+        """Put what :meth:`round` gave in place of the layer, whose float weight goes."""
+        entry, key = self.entries[i], self._keys[i]
+        layer, self._layers[i] = self._layers[i], None  # type: ignore[call-overload]
+        assert entry.target is not None
+        weight = self._done.get(key, found.weight)
+        if weight.device != layer.weight.device and not self._keep:  # another process rounded it
+            weight = moved(weight, layer.weight.device)
+        replacement = _module(layer, weight, entry.target, found.input_scale)
         if key in self._shared:
             self._done[key] = replacement.weight  # so that the next layer shares these very parameters
         replace_module(self._model, layer.names, replacement)
-        self._told(i, Done(found.loss, notes))
+        self._told(i, Done(found.loss, found.notes))
 
     def take_over(self, i: int, done: Done) -> None:
         """The layer at place ``i`` has been replaced already."""
@@ -116,16 +132,22 @@ class Replacement:
 
     def _rounded(self, entry: LayerPlan, layer: Layer, target: Target, statistics: Statistics | None) -> RoundedWeight:
         weight = layer.weight.detach()
+        check_weight(weight, f"{entry.name}.weight")  # it may have come since the others were checked
         origin = weight.device
         try:
             found = rounded(weight if self._device is None else weight.to(self._device), target, statistics)
         except ValueError as error:
             raise ValueError(f"{entry.name}: {error} ({self._count} of {self._total} layers are quantized)") from error
         if found.weight.device != origin and not self._keep:
-            moved = found.weight.to(origin)
-            assert isinstance(moved, QTensor)
-            return found._replace(weight=moved)
+            return found._replace(weight=moved(found.weight, origin))
         return found
+
+
+def moved(weight: QTensor, device: torch.device | str) -> QTensor:
+    """``weight`` on ``device``."""
+    found = weight.to(device)
+    assert isinstance(found, QTensor)
+    return found
 
 
 def rounded(weight: Tensor, target: Target, statistics: Statistics | None = None) -> RoundedWeight:

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from ..layers import Layer, tied_groups
 from ..planning import LayerPlan
 from ..recipe import block_counts
-from ..replacement import Replacement
+from ..replacement import Replacement, RoundedWeight, moved
 from ..statistics import Statistics
 from .blocks import Survey, call, children, survey
 from .capture import Arguments, Constants, captured
 from .collection import Collector, PartedError
 from .data import Batch
 from .nesting import leaves
+from .ranks import Ranks
 from .residence import Residence, streamed
 from .states import States
 
@@ -47,7 +48,8 @@ class Calibrator:
     ) -> None:
         self.notes: list[str] = []
         self._model, self._batches, self._replacement = model, batches, replacement
-        self._residence, self._states = residence, states
+        self._residence, self._states, self._ranks = residence, states, Ranks()
+        self._mine = self._ranks.share(len(batches))
         self._names = [entry.name for entry in entries]
         self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].target is not None}
         self._ties = [group for group in tied_groups(layers) if any(i in self._modules for i in group)]
@@ -101,16 +103,18 @@ class Calibrator:
     def _walk(self, found: Survey, number: int, homes: dict[int, str]) -> None:
         stack, constants = found.stacks[number], Constants()
         device, residence = self._residence.device, self._residence
-        calls: list[list[Arguments]] = []
+        calls: dict[int, list[Arguments]] = {}
+        mine = [self._batches[batch] for batch in self._mine]
         earlier = [path for s in found.stacks[:number] for path in s.paths]
         later = [path for s in found.stacks[number:] for path in s.paths]
         with streamed(self._model, residence, earlier, later):
-            for batch, (state, arguments) in enumerate(captured(self._model, stack, self._batches, constants, device)):
+            found_calls = captured(self._model, stack, mine, constants, device)
+            for batch, (state, arguments) in zip(self._mine, found_calls, strict=True):
                 self._states.put(number, 0, batch, state)
-                calls.append(arguments)
-        self._states.finish(number, 0, len(calls))
+                calls[batch] = arguments
+        self._ranks.wait()
         done = next((i for i, path in enumerate(stack.paths) if not residence.is_done(path)), len(stack.paths))
-        for i in range(self._states.latest(number, done, len(calls)), len(stack.paths)):
+        for i in range(self._states.latest(number, done, len(self._batches)), len(stack.paths)):
             path, last = stack.paths[i], i + 1 == len(stack.paths)
             inside = [j for j in self._modules if homes.get(j) == path]
             if last and not inside:
@@ -124,12 +128,14 @@ class Calibrator:
 
                 self._quantize(inside, run)
                 if not last:
-                    for batch in range(len(calls)):
+                    for batch in self._mine:
                         self._states.put(number, i + 1, batch, _carried(run(batch), stack.carried(i)))
-                    self._states.finish(number, i + 1, len(calls))
-                if i >= done:
+                self._ranks.wait()
+                if i >= done and self._ranks.rank == 0:
                     residence.keep(path, [self._replacement.entries[j] for j in inside])
-            self._states.drop(number, i)
+                self._ranks.wait()
+            if self._ranks.rank == 0:
+                self._states.drop(number, i)
 
     def _rest(self, paths: list[str]) -> None:
         """What stands outside of blocks, by runs of the whole model."""
@@ -141,29 +147,54 @@ class Calibrator:
     # ---- statistics ----------------------------------------------------------------------------------------------
 
     def _quantize(self, places: list[int], run: Callable[[int], object]) -> None:
+        """Round and replace the layers at ``places`` with the statistics of ``run``, called with each batch.
+
+        Every process rounds some of the groups, and all place what came of them.
+        """
         if not places:
             return
         collector = self._collected(places, run)
         groups: dict[str, list[int]] = {}
         for i in places:
             groups.setdefault(collector.group(self._names[i]), []).append(i)
+        mine: dict[int, RoundedWeight] = {}
         # Of a tied weight the layer that has data decides.
-        for group in sorted(groups, key=lambda group: group not in collector.tallies):
+        order = sorted(groups, key=lambda group: group not in collector.tallies)
+        for number, group in enumerate(order):
             self._residence.trim()
+            if number % self._ranks.count != self._ranks.rank:
+                collector.let_go(group)
+                continue
             statistics = collector.taken(group)
             for i in groups[group]:
-                self._carry_out(i, statistics)
+                if self._ranks.count == 1:
+                    self._carry_out(i, statistics)
+                else:
+                    rounded = self._replacement.round(i, statistics, calibrated=True)
+                    mine[i] = rounded._replace(weight=moved(rounded.weight, "cpu"))
                 self._residence.trim()
+        if self._ranks.count > 1:
+            found = {i: rounded for part in self._ranks.gathered(mine) for i, rounded in part.items()}
+            for i in [i for group in order for i in groups[group]]:
+                self._replacement.place(i, found[i])
+                del self._modules[i]
 
     def _collected(self, places: list[int], run: Callable[[int], object], share: bool = True) -> Collector:
         modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}
         collector = Collector(modules, share)
+        error: ValueError | None = None
         try:
-            for number, batch in enumerate(self._batches):
+            for number in self._mine:
+                batch = self._batches[number]
                 with collector.listening(number, batch.mask):
                     run(number)
                 self._residence.trim()
+            parted = False
         except PartedError:
+            parted = True
+        except ValueError as found:
+            parted, error = False, found
+        if not collector.join(self._ranks, parted, error):
             return self._collected(places, run, share=False)
         return collector
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..statistics import Statistics, Tally
+from .ranks import Ranks
 
 __all__ = ["Collector", "PartedError"]
 
@@ -83,6 +84,30 @@ class Collector:
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
 
+    def join(self, ranks: Ranks, parted: bool, error: ValueError | None) -> bool:
+        """Sum up what all processes heard. False where layers that share a tally in one do not in another, or ``parted``.
+
+        Raises the first ``error`` of any process, in all of them.
+        """
+        sizes = {name: len(tally.absmax) for name, tally in self._tallies.items()}
+        heard = ranks.gathered((parted, error, dict(self._leaders), sizes))
+        for _, found, _, _ in heard:
+            if found is not None:
+                raise found
+        leaders: dict[str, str] = {}
+        for _, _, theirs, _ in heard:
+            for name, leader in theirs.items():
+                parted = parted or leaders.setdefault(name, leader) != leader
+        if parted or any(apart for apart, _, _, _ in heard):
+            return False
+        self._leaders = leaders
+        device = next((tally.gram.device for tally in self._tallies.values()), torch.device("cpu"))
+        # In the order of the model, which is the same everywhere; a layer that heard nothing here adds nothing.
+        known = {name: k for _, _, _, theirs in heard for name, k in theirs.items()}
+        tallies = {name: self._tallies.get(name) or Tally(known[name], device) for name in self._modules if name in known}
+        self._tallies = {name: ranks.summed(tally) for name, tally in tallies.items()}
+        return True
+
     @property
     def tallies(self) -> dict[str, Tally]:
         """The tally of each group of layers, by the name of its first."""
@@ -91,6 +116,10 @@ class Collector:
     def group(self, name: str) -> str:
         """The layer whose tally is that of ``name``."""
         return self._leaders.get(name, name)
+
+    def let_go(self, group: str) -> None:
+        """Another process sees to this group."""
+        self._tallies.pop(group, None)
 
     def taken(self, group: str) -> Statistics | None:
         """The statistics of a group, by the name of its first layer, which are let go; None where nothing reached it."""

@@ -29,8 +29,5 @@ class States:
         """The last block up to ``block`` whose inputs are all there; 0 where they are of none."""
         return 0
 
-    def finish(self, stack: int, block: int, batches: int) -> None:
-        """All batches of these inputs are there."""
-
     def drop(self, stack: int, block: int) -> None:
         """These inputs are not needed any more."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..calibration.calibrator import Calibrator
 from ..calibration.data import Batch, Calibration
 from ..calibration.nesting import leaves
+from ..calibration.ranks import Ranks
 from ..checkpoint.inventory import Inventory
 from ..checkpoint.shards import write_files
 from ..checkpoint.skeleton import built, write_config
@@ -65,6 +66,9 @@ def quantize_folder(
             and ends in the same bytes; the folder is removed at the end. By default one beside ``output``, which is removed
             in any case.
 
+    Processes of one ``torch.distributed`` group, on a file system that they share, split the batches and the layers between
+    them; the first writes.
+
     Memory holds the largest block with its statistics, what the rounder takes for one of its layers and one batch; what
     stands outside of blocks is there only while a batch comes in or, where the recipe names it, is quantized. Raises
     ``ValueError`` where that is more than ``max_memory``, before any work; for what :func:`lowbit.quantize_` refuses; and
@@ -88,8 +92,9 @@ def quantize_folder(
             states = DiskStates(workspace.folder)
             calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, states)
             calibrator.run()
-            found = Inventory(model, partial(_tensor, model, files, workspace))
-            write_files(Path(output), found.tensors, found.header, max_shard_bytes, partial(_extras, model, folder))
+            if Ranks().rank == 0:
+                found = Inventory(model, partial(_tensor, model, files, workspace))
+                write_files(Path(output), found.tensors, found.header, max_shard_bytes, partial(_extras, model, folder))
     return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(calibrator.notes))
 
 
@@ -125,14 +130,26 @@ def _digest(batches: Sequence[Batch]) -> str:
 
 @contextlib.contextmanager
 def _workspace(resume: str | os.PathLike[str] | None, output: Path, identity: dict[str, Any]) -> Iterator[Workspace]:
-    if resume is not None:
-        workspace = Workspace(Path(resume), identity)
-        yield workspace
-        workspace.remove()
-        return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".quantizing-", dir=output.parent))
+    """The workspace of all processes, which the first of them makes and removes; without ``resume`` also after an error."""
+    ranks = Ranks()
+    error: Exception | None = None
+    folder = Path()
+    if ranks.rank == 0:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".quantizing-", dir=output.parent) if resume is None else resume)
+        try:
+            Workspace(folder).prepare(identity)
+        except (ValueError, OSError) as found:
+            error = found
+    error, folder = ranks.agreed((error, folder))
+    if error is not None:
+        raise error
+    workspace = Workspace(folder)
     try:
-        yield Workspace(folder, identity)
+        yield workspace
+        ranks.wait()
+        if ranks.rank == 0:
+            workspace.remove()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if resume is None and ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)

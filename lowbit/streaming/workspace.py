@@ -31,10 +31,15 @@ _LAYERS = "layers"
 
 
 class Workspace:
-    """``folder`` for the job that ``identity`` (plain data) describes; one that holds another job raises ``ValueError``."""
+    """``folder``, once :meth:`prepare` has made it that of a job."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def prepare(self, identity: Mapping[str, Any]) -> None:
+        """Begin the job that ``identity`` (plain data) describes, or go on with it. Raises ``ValueError`` for a folder that
+        holds another one, or other files."""
+        folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(identity, indent=1, sort_keys=True)
         job = folder / _JOB
