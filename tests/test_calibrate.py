@@ -312,20 +312,19 @@ def test_progress_tells_the_loss_of_each_layer_as_it_goes(seen):
 def test_a_device_takes_a_block_at_a_time(make, keep):
     model, x = make(), torch.randn(50, 40) if make is mlp else tokens(4, 10)
     twin = copy.deepcopy(model)
-    expected = quantize_(twin, "gptq(int4)", calibration=x)
+    expected = quantize_(twin, "int4", calibration=x)
     there: set[str] = set()
 
     def told(layer: Any, done: int, total: int) -> None:
-        first = next((name for name, p in model.named_parameters() if p.is_cuda and "packed" not in name), "")
+        first = next((name for name, p in model.named_parameters() if p.is_cuda and name.endswith("weight")), "")
         there.add(".".join(first.split(".")[:3]))
 
-    plan = quantize_(model, "gptq(int4)", calibration=x, device="cuda", keep_on_device=keep, progress=told)
+    plan = quantize_(model, "int4", calibration=x, device="cuda", keep_on_device=keep, progress=told)
     for layer, reference in zip(plan.changed, expected.changed, strict=True):
         module, other = model.get_submodule(layer.name), twin.get_submodule(layer.name)
         assert module.packed.is_cuda == keep
-        assert layer.loss == pytest.approx(reference.loss, rel=0.05)
-        same = module.weight.to("cpu").codes() == other.weight.codes()
-        assert float(same.double().mean()) > 0.99
+        assert layer.loss == pytest.approx(reference.loss, rel=1e-2)
+        assert torch.equal(module.weight.to("cpu").codes(), other.weight.codes())
     assert not any(p.is_cuda for name, p in model.named_parameters() if "norm" in name or "embed" in name)
     if make is llama:
         assert len(there) > 1  # another block each time

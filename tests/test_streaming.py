@@ -16,6 +16,7 @@ import transformers
 import lowbit
 from lowbit import Calibration, CheckpointError, quantize_, quantize_folder
 from lowbit.algorithms import ROUNDERS
+from lowbit.command import run
 from lowbit.streaming.budget import parse_bytes
 from tests import test_architectures as architectures
 from tests.models import exam_and_text, llama, tokens, word_model
@@ -49,6 +50,8 @@ def in_memory(folder: Path, output: Path, recipe: Any, calibration: Any) -> lowb
         ("gemma3", {"*embed_tokens": "int8", "*": "nf4"}),
         ("gpt2", {"*wte": "int8", "*": "mxfp4"}),
         ("opt", "int8_static_activation_int8_weight"),
+        ("qwen2_moe", "int4"),
+        ("mixtral", "int3"),
         ("t5", "int4"),
         ("bart", "int4"),
     ],
@@ -81,6 +84,21 @@ def test_a_text_and_the_tokenizer_of_the_folder(tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("w1 w2")["input_ids"] == [2, 3]
     in_memory(source, tmp_path / "memory", "int4_g32", calibration)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "memory" / "model.safetensors").read_bytes()
+
+
+def test_the_command_line(tmp_path, capsys):
+    source = exam_and_text(word_model(tmp_path / "in"))
+    command = ["quantize", str(source), "-r", "int4_g32", "--calibration", str(source / "text.txt"), "--rows", "3"]
+    for name, further in {"memory": [], "limited": ["--max-memory", "1GB"], "on": ["--resume", str(tmp_path / "work")]}.items():
+        assert run([*command, "-o", str(tmp_path / name), *further]) == 0, capsys.readouterr().err
+    assert stored(tmp_path / "limited") == stored(tmp_path / "on")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "on" / name).read_bytes() == (tmp_path / "memory" / name).read_bytes()
+    assert not (tmp_path / "work").exists()
+    assert run(["quantize", str(source), "-o", str(tmp_path / "out"), "--max-memory", "1GB"]) == 2
+    assert "take a model in a folder, and --calibration FILE" in capsys.readouterr().err
+    assert run([*command, "-o", str(tmp_path / "out"), "--max-memory", "1KB"]) == 1
+    assert "max_memory is 0.0 MB, and the job takes about" in capsys.readouterr().err
 
 
 # Runs a job in a process that dies at the Nth file that it opens, renames or removes, once for each N given; then to its end.
@@ -168,6 +186,22 @@ def test_a_resume_folder_is_of_one_job(tmp_path, monkeypatch):
     assert stored(tmp_path / "out") == stored(tmp_path / "memory")
 
 
+def test_what_a_kill_left_half_written_is_written_anew(tmp_path):
+    source = float_folder(tmp_path / "in", "mixtral")
+    in_memory(source, tmp_path / "memory", "int4", IDS)
+
+    def stopped(layer: Any, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    work = tmp_path / "work"
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(source, tmp_path / "out", "int4", calibration=IDS, resume=work, progress=stopped)
+    (work / "weights").rename(work / "weights.part")  # as if it had been killed while experts were joined
+    (work / "blocks" / "model.layers.0.safetensors.part").write_bytes(b"half")
+    quantize_folder(source, tmp_path / "out", "int4", calibration=IDS, resume=work)
+    assert stored(tmp_path / "out") == stored(tmp_path / "memory")
+
+
 MEMORY = """
 import json, sys, tempfile
 import torch, lowbit
@@ -242,7 +276,7 @@ def test_folders_that_will_not_do(tmp_path):
     index = source / "model.safetensors"
     renamed = {name.replace("up_proj", "lift"): t for name, t in _tensors(index).items()}
     _write(index, renamed)
-    with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.0\.mlp\.up_proj\.weight and 1 more"):
+    with pytest.raises(CheckpointError, match=r"no tensor for model\.layers\.0\.mlp\.up_proj\.weight and 1 more"):
         quantize_folder(source, tmp_path / "out", "int4", calibration=IDS)
 
 

@@ -30,7 +30,7 @@ from ..recipe import Recipe
 from ..replacement import Progress, Replacement
 from .budget import check_budget
 from .residence import OnDisk
-from .source import Source, open_source
+from .source import Source, identity, open_source, opened
 from .workspace import DiskStates, Workspace
 
 __all__ = ["quantize_folder"]
@@ -58,7 +58,8 @@ def quantize_folder(
     What :func:`lowbit.quantize_` and :func:`lowbit.save` would write for the loaded model is written, byte for byte.
 
     Args:
-        source: a folder with ``config.json`` and safetensors files under the model's own names.
+        source: a folder with ``config.json`` and safetensors files. Tensors under names other than the model's (experts one
+            by one) are written anew first, in the memory that transformers takes to load them one at a time.
         output: where the model, its configuration and its tokenizer go, as :func:`lowbit.save` does it.
         what, calibration, device, progress: as those of :func:`lowbit.quantize_`.
         max_memory: bytes, or a text such as ``"8GB"``, that the work may take beside the interpreter.
@@ -82,19 +83,23 @@ def quantize_folder(
     model.name_or_path = str(folder)  # where its tokenizer is
     carried, layers = planned(model, recipe, None, where or torch.device("cpu"), has_data=True)
     batches = Calibration.of(calibration).batches(model)
-    with open_source(folder, model) as files:
-        files.take_buffers(model)
-        check_budget(max_memory, model, layers, carried, batches)
-        identity = {"model": files.identity(), "recipe": recipe.to_dict(), "data": _digest(batches), "device": str(where)}
-        with _workspace(resume, Path(output), identity) as workspace:
+    check_budget(max_memory, model, layers, carried, batches)
+    with opened(folder) as found:
+        job = {"model": identity(found), "recipe": recipe.to_dict(), "data": _digest(batches), "device": str(where)}
+        with (
+            _workspace(resume, Path(output), job) as workspace,
+            open_source(folder, model, found, workspace.folder / "weights") as files,
+        ):
+            files.take_buffers(model)
             replacement = Replacement(model, carried.layers, layers, where, False, progress)
             residence = OnDisk(model, files, workspace, where)
             states = DiskStates(workspace.folder)
             calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, states)
             calibrator.run()
             if Ranks().rank == 0:
-                found = Inventory(model, partial(_tensor, model, files, workspace))
-                write_files(Path(output), found.tensors, found.header, max_shard_bytes, partial(_extras, model, folder))
+                finished = Inventory(model, partial(_tensor, model, files, workspace))
+                extras = partial(_extras, model, folder)
+                write_files(Path(output), finished.tensors, finished.header, max_shard_bytes, extras)
     return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(calibrator.notes))
 
 
@@ -129,7 +134,7 @@ def _digest(batches: Sequence[Batch]) -> str:
 
 
 @contextlib.contextmanager
-def _workspace(resume: str | os.PathLike[str] | None, output: Path, identity: dict[str, Any]) -> Iterator[Workspace]:
+def _workspace(resume: str | os.PathLike[str] | None, output: Path, job: dict[str, Any]) -> Iterator[Workspace]:
     """The workspace of all processes, which the first of them makes and removes; without ``resume`` also after an error."""
     ranks = Ranks()
     error: Exception | None = None
@@ -138,7 +143,7 @@ def _workspace(resume: str | os.PathLike[str] | None, output: Path, identity: di
         output.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".quantizing-", dir=output.parent) if resume is None else resume)
         try:
-            Workspace(folder).prepare(identity)
+            Workspace(folder).prepare(job)
         except (ValueError, OSError) as found:
             error = found
     error, folder = ranks.agreed((error, folder))

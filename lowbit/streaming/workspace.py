@@ -49,8 +49,11 @@ class Workspace:
             raise ValueError(f"{folder} holds files that are no job of lowbit's: give a new folder to resume from")
         else:
             _write_text(job, text)
-        for left in folder.rglob("*.part"):
-            left.unlink()
+        for left in list(folder.rglob("*.part")):
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink(missing_ok=True)
         (folder / "blocks").mkdir(exist_ok=True)
 
     def _compare(self, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
