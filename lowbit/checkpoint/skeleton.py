@@ -22,6 +22,7 @@ __all__ = ["built", "float_dtype", "is_pretrained", "write_config"]
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
+_MAX_CONFIG = 10_000_000  # bytes: far more than any has
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -88,6 +89,8 @@ def built(folder: Path, real_buffers: bool = False) -> nn.Module:
     """
     path = folder / CONFIG
     try:
+        if path.exists() and (not path.is_file() or path.stat().st_size > _MAX_CONFIG):
+            raise CheckpointError(f"{path}: is no file of a configuration, which has {_MAX_CONFIG} bytes at most")
         text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}): give the float model as model=") from error
