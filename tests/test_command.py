@@ -130,6 +130,22 @@ def test_eval(model: Path, material: Path, tmp_path: Path, capsys: pytest.Captur
     assert "nf4" in capsys.readouterr().out
 
 
+def test_speeds_stand_beside_accuracies(
+    model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowbit.evals.gemv._USUAL", (512, 512))
+    arguments = ["eval", model, "--data", material, "--tasks", "mmlu", "--limit", 1, "--speed"]
+    found = parsed(capsys, *arguments, "--recipes", "int8_g64", "--out", tmp_path / "out")
+    assert [(row["scheme"], row["m"], row["n"], row["k"]) for row in found["gemv"]["rows"]] == [
+        ("float", 1, 512, 512),
+        ("int8_g64", 1, 512, 512),
+    ]
+    assert all(row["limit_us"] > 0 and row["fraction_of_limit"] > 0 for row in found["gemv"]["rows"])
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "M = 1, 512 x 512: cpu" in page
+    assert "Not measured: weights loaded" not in page
+
+
 def test_eval_of_a_quantized_folder(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parsed(capsys, "quantize", model, "-r", "int4_g32", "-o", tmp_path / "out")
     where = ["--data", material, "--text", material / "text.txt", "--chunks", 2, "--context", 16]
@@ -161,8 +177,10 @@ def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert [name for name in (*lowbit.FORMATS, *lowbit.SCHEMES) if name not in printed] == []
 
 
-def test_demo(model: Path, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowbit.evals import demo
+def test_demo(
+    model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowbit.evals import demo, gemv
 
     read = demo.Material.read
     monkeypatch.setattr(demo, "TOY", model)
@@ -170,6 +188,14 @@ def test_demo(model: Path, material: Path, capsys: pytest.CaptureFixture[str], m
     found = parsed(capsys, "demo", "--limit", 3)
     assert [outcome["recipe"] for outcome in found["outcomes"]] == ["float", *demo.RECIPES]
     assert all(outcome["speed"]["tokens_per_second"] > 0 for outcome in found["outcomes"])
+    assert found["gemv"] is None
+    beside = gemv.beside
+    monkeypatch.setattr("lowbit.evals.gemv._USUAL", (512, 512))
+    monkeypatch.setattr(gemv, "beside", lambda recipes, *rest: beside(recipes[:1], *rest))
+    out = tmp_path / "out"
+    (float_row, row) = parsed(capsys, "demo", "--limit", 1, "--out", out)["gemv"]["rows"]
+    assert (float_row["scheme"], row["scheme"], row["n"]) == ("float", "int8", 512)
+    assert sorted(path.suffix for path in out.iterdir()) == [".html", ".json", *[".png"] * 6]
     assert run(["demo", "--limit", "2"]) == 0
     printed = capsys.readouterr().out
     assert "int8, x int8" in printed
