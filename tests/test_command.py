@@ -274,3 +274,24 @@ def test_a_reader_that_goes_away() -> None:
     process.stderr.close()
     assert process.wait() == 1
     assert errors == b""
+
+
+# ---- other programs --------------------------------------------------------------------------------------------------
+
+PROBE = "import sys; print('lowbit' in sys.modules, __name__, sys.argv)"
+
+
+def test_another_program_with_lowbit_imported(tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")
+
+    def ask(*arguments: str) -> tuple[int, str]:
+        program = [sys.executable, "-m", "lowbit", *arguments]
+        done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
+
+    found = str(tmp_path / "probe.py")
+    assert ask("-m", "probe", "--model", "hf") == (0, f"True __main__ {[found, '--model', 'hf']}\n")
+    assert ask("-m") == (2, "lowbit: error: -m needs the name of a module, as in python -m lowbit -m lm_eval\n")
+    for absent in ("absent", "absent.below"):
+        assert ask("-m", absent) == (2, f"lowbit: error: there is no module {absent}\n")
+    assert ask("--version") == (0, f"lowbit {lowbit.__version__}\n")

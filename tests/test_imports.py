@@ -42,7 +42,7 @@ RULES: dict[str, tuple[str, ...]] = {
             "lowbit.weight", "lowbit.linear", "lowbit.embedding", "lowbit.layers", "lowbit.calibration",
             "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
             "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api", "lowbit.methods",
-            "lowbit.command", "lowbit.command.*", "lowbit.environment",
+            "lowbit.__main__", "lowbit.command", "lowbit.command.*", "lowbit.environment",
             "lowbit.pretrained", "lowbit.pretrained.*",
             "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.skeleton",
         ),
