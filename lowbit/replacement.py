@@ -28,7 +28,8 @@ NO_STATIC_SCALE = "no calibration data reached it: its input's scales are found 
 
 
 class RoundedWeight(NamedTuple):
-    """A weight on the grid, the error of its products (see :attr:`lowbit.planning.LayerPlan.loss`), and what to know of it."""
+    """A weight on the grid, the error of its products (see :attr:`lowbit.planning.LayerPlan.loss`), what to know of it,
+    and the scale of all its inputs."""
 
     weight: QTensor
     loss: float | None = None
@@ -47,7 +48,7 @@ class Replacement:
     """Carries out ``entries``, each for the layer at its place in ``layers``, which is emptied as it goes.
 
     Making one checks every weight, before the first is changed; :meth:`carry_out` replaces one. ``entries`` then says what
-    was done. Arguments as those of :func:`lowbit.quantize_`.
+    was done. Arguments as those of :func:`lowbit.quantize_`; ``trim`` is called when large tensors have been let go.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Replacement:
         device: str | torch.device | None = None,
         keep_on_device: bool = False,
         progress: Progress | None = None,
+        trim: Callable[[], None] = lambda: None,
     ) -> None:
         self.entries = list(entries)
         self._model, self._layers, self._progress = model, layers, progress
-        self._device, self._keep = device, keep_on_device
+        self._device, self._keep, self._trim = device, keep_on_device, trim
         self._done: dict[int, QTensor] = {}  # by the identity that a weight which several layers read had here
         self._keys = [id(layer.module._parameters.get(layer.attribute)) for layer in layers]
         counts = Counter(key for key, entry in zip(self._keys, entries, strict=True) if entry.target is not None)
@@ -85,6 +87,7 @@ class Replacement:
         else:
             self.place(i, self.round(i, statistics, calibrated))
 
+    @torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
     def round(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> RoundedWeight:
         """What becomes of the layer at place ``i``, which stays as it is for now.
 
@@ -104,7 +107,7 @@ class Replacement:
             return found._replace(notes=(*found.notes, NO_STATIC_SCALE))
         return found._replace(input_scale=static_scale(statistics, entry.target))
 
-    @torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
+    @torch.inference_mode(False)
     def place(self, i: int, found: RoundedWeight) -> None:
         """Put what :meth:`round` gave in place of the layer, whose float weight goes."""
         entry, key = self.entries[i], self._keys[i]
@@ -134,10 +137,16 @@ class Replacement:
         weight = layer.weight.detach()
         check_weight(weight, f"{entry.name}.weight")  # it may have come since the others were checked
         origin = weight.device
+        if self._device is not None:
+            weight = weight.to(self._device)
         try:
-            found = rounded(weight if self._device is None else weight.to(self._device), target, statistics)
+            found = rounded(weight, target, statistics)
         except ValueError as error:
             raise ValueError(f"{entry.name}: {error} ({self._count} of {self._total} layers are quantized)") from error
+        if statistics is not None:
+            self._trim()
+            dense = found.weight.dequantize(torch.promote_types(weight.dtype, torch.float32))
+            found = found._replace(loss=statistics.to(weight.device).output_error(weight, dense))
         if found.weight.device != origin and not self._keep:
             return found._replace(weight=moved(found.weight, origin))
         return found
@@ -154,7 +163,7 @@ def rounded(weight: Tensor, target: Target, statistics: Statistics | None = None
     """``weight`` [N, K] as ``target`` wants it; a rounder that needs ``statistics`` and has none gives way to rtn, and the
     notes of the plan say that no data came."""
     if target.rounder == "rtn":  # the operator does this in chunks of rows, in a fused kernel where there is one
-        return _with_loss(weight, QTensor.quantize(weight, target.weight, method=target.scales), statistics)
+        return RoundedWeight(QTensor.quantize(weight, target.weight, method=target.scales))
     rounder = ROUNDERS[target.rounder]
     if rounder.needs_statistics and statistics is None:
         return RoundedWeight(QTensor.quantize(weight, target.weight, method="mse"))
@@ -162,15 +171,7 @@ def rounded(weight: Tensor, target: Target, statistics: Statistics | None = None
     if statistics is not None:
         statistics = statistics.to(weight.device)
     codes, scales, notes = rounder.round(compute, target.weight, statistics, **dict(target.options))
-    return _with_loss(weight, QTensor.from_codes(codes, scales, target.weight, weight.dtype), statistics, notes)
-
-
-def _with_loss(weight: Tensor, quantized: QTensor, statistics: Statistics | None, notes: tuple[str, ...] = ()) -> RoundedWeight:
-    if statistics is None:
-        return RoundedWeight(quantized, None, notes)
-    dense = quantized.dequantize(torch.promote_types(weight.dtype, torch.float32))
-    loss = statistics.to(weight.device).output_error(weight, dense)
-    return RoundedWeight(quantized, loss, notes)
+    return RoundedWeight(QTensor.from_codes(codes, scales, target.weight, weight.dtype), notes=notes)
 
 
 def static_scale(statistics: Statistics, target: Target) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -52,7 +53,7 @@ class Target:
         self._check_activation_scale()
 
     def _check_options(self) -> None:
-        options = dict(self.options)
+        options = {name: _number(value) for name, value in dict(self.options).items()}
         known = {name: default for name, default in ROUNDERS[self.rounder].options.items() if name != "scales"}
         if unknown := sorted(options.keys() - known.keys()):
             there = f"there are {', '.join(known)}" if known else "it takes none"
@@ -60,6 +61,7 @@ class Target:
         for name, value in options.items():
             if not isinstance(value, (bool, int, float, str)):
                 raise ValueError(f"option {name} of {self.rounder} must be a number, true, false or a word, got {value!r:.80}")
+        ROUNDERS[self.rounder].check(**options)
         object.__setattr__(self, "options", tuple(sorted(options.items())))
 
     def _check_activation_scale(self) -> None:
@@ -128,6 +130,12 @@ class Target:
         how += [] if self.scales == "range" else [f"scales={self.scales}"]
         how += [f"{name}={value}" for name, value in self.options]
         return f"{self.weight}{activation}{', ' if how else ''}{' '.join(how)}"
+
+
+def _number(value: Any) -> Any:
+    """``1e-5`` is a word to YAML, which wants a point in it."""
+    spelled = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if spelled else value
 
 
 def _scheme(what: Any) -> Scheme:

@@ -266,6 +266,7 @@ def test_options_survive_yaml_and_json(careful, options, scale):
 def test_a_rounder_is_named_around_anything_else(careful):
     target = Target(SCHEMES["int3"], rounder="careful", options=(("damping", 0.05), ("static", False)))
     assert Recipe.parse("careful(int3, damping=0.05, static=false)").rules == (Rule("*", target),)
+    assert Recipe.parse("careful(int3, damping=1e-5)").rules[0].target.options == (("damping", 1e-5),)
     assert Recipe.of({"lm_head": "careful(int3)"}).rules[0].target == Target(SCHEMES["int3"], rounder="careful")
     shipped = Recipe.parse("three_and_a_half_bits")
     assert any(rule.target.scales == "mse" for rule in shipped.rules)

@@ -91,8 +91,8 @@ def quantize_folder(
             open_source(folder, model, found, workspace.folder / "weights") as files,
         ):
             files.take_buffers(model)
-            replacement = Replacement(model, carried.layers, layers, where, False, progress)
             residence = OnDisk(model, files, workspace, where)
+            replacement = Replacement(model, carried.layers, layers, where, False, progress, residence.trim)
             states = DiskStates(workspace.folder)
             calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, states)
             calibrator.run()
