@@ -10,7 +10,7 @@ from torch import Tensor
 from .formats import Format, format_named
 from .scheme import PLAIN_SCALES, Scheme
 
-__all__ = ["Scales", "decode", "encode", "grouped", "scale_values", "to_codes", "to_values"]
+__all__ = ["Scales", "decode", "divisor", "encode", "grouped", "rounded", "scale_values", "to_codes", "to_values"]
 
 
 class Scales(NamedTuple):
@@ -51,10 +51,15 @@ def scale_values(scheme: Scheme, scales: Scales, dtype: torch.dtype = torch.floa
     return value.to(dtype)
 
 
+def divisor(scale: Tensor) -> Tensor:
+    """What numbers are divided by to be rounded: a group of zeros (or one that underflowed) has scale 0 and means 0 whatever
+    its codes, and infinity makes them those of 0."""
+    return torch.where(scale == 0, torch.inf, scale)
+
+
 def encode(x: Tensor, fmt: Format, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """Codes (uint8) of the numbers nearest to ``x`` (float32 or float64, finite) under scales and zero points of its shape."""
-    # A group of zeros (or one that underflowed) has scale 0 and means 0 whatever its codes: infinity makes them those of 0.
-    x = x / torch.where(scale == 0, torch.inf, scale)
+    x = x / divisor(scale)
     if zero_point is not None:
         x += zero_point.to(x.dtype)
     return fmt.nearest(x)
@@ -66,6 +71,14 @@ def decode(codes: Tensor, fmt: Format, scale: Tensor, zero_point: Tensor | None)
     if zero_point is not None:
         x = x - zero_point.to(scale.dtype)
     return x * scale
+
+
+def rounded(x: Tensor, fmt: Format, scale: Tensor, over: Tensor, zero_point: Tensor | None) -> Tensor:
+    """:func:`decode` of :func:`encode`, in few operations for loops; ``over`` is :func:`divisor` of ``scale``, and all have
+    the dtype of ``x``."""
+    if zero_point is None:
+        return fmt.round(x / over).mul_(scale)
+    return fmt.round((x / over).add_(zero_point)).sub_(zero_point).mul_(scale)
 
 
 def to_codes(w: Tensor, scheme: Scheme, scales: Scales) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +114,7 @@ class Tally:
         Raises ``ValueError`` with ``name`` and ``batch`` where a row holds NaN or infinity, or numbers whose squares
         float32 cannot hold.
         """
-        rows = x.detach().reshape(-1, x.shape[-1])
+        rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if rows.shape[1] != len(self.absmax):
             raise ValueError(f"{name}: rows of {len(self.absmax)} numbers were expected, got {rows.shape[1]}")
         if not len(rows):
@@ -128,7 +129,7 @@ class Tally:
             raise ValueError(
                 f"{where}: {bad} of {len(rows)} rows hold NaN or infinity: look at the model on this text, or leave it out"
             )
-        top = float(absmax.max())
+        top = float(absmax.max()) if len(absmax) else 0.0
         if top > 1e18:
             raise ValueError(f"{where}: an input of {top:.3g} is too large for its square to fit float32: scale the model down")
         for part in rows.split(_ROWS):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..grid import Scales, decode, encode, scale_values, to_values
+from ..grid import Scales, divisor, scale_values, to_values
 from ..scales import nearest_scale
 from ..scheme import Scheme
 
@@ -50,18 +50,21 @@ def descend(weight: Tensor, scheme: Scheme, gram: Tensor, codes: Tensor, scales:
 
 
 def _moved(codes: Tensor, slope: Tensor, gram: Tensor, scheme: Scheme, scales: Scales) -> tuple[Tensor, Tensor]:
-    """The codes [B, N] of columns of one group, each moved in turn, and by how much their values changed."""
-    s = scale_values(scheme, scales, slope.dtype)[:, 0]
-    z = None if scales.zero_point is None else scales.zero_point[:, 0].to(slope.dtype)
-    before = decode(codes, scheme.fmt, s, z)
-    codes, slope, change = codes.clone(), slope.clone(), torch.empty_like(slope)
-    curvature = gram.diagonal()
-    for j in range(len(codes)):
-        found = encode(before[j] - slope[j] / curvature[j], scheme.fmt, s, z)
-        codes[j] = found
-        change[j] = decode(found, scheme.fmt, s, z) - before[j]
-        slope.addr_(gram[j], change[j])
-    return codes, change
+    """The codes [B, N] of columns of one group, each moved in turn, and by how much their values changed.
+
+    In units of the group's scale, where the zero point cancels: a number moves to the one nearest to where its parabola is
+    least, which lies slope / curvature away.
+    """
+    scale = scale_values(scheme, scales, slope.dtype)[:, 0]
+    before = scheme.fmt.decode(codes, slope.dtype)
+    away = slope / gram.diagonal()[:, None] / divisor(scale)
+    share = (gram / gram.diagonal()[:, None]).T.contiguous()
+    moved = []
+    for was, step, push in zip(before, away, share, strict=True):
+        moved.append(scheme.fmt.round(was - step))
+        away.addr_(push, moved[-1] - was)
+    numbers = torch.stack(moved)
+    return scheme.fmt.nearest(numbers), (numbers - before) * scale
 
 
 def _refitted(codes: Tensor, slope: Tensor, gram: Tensor, scheme: Scheme, scales: Scales) -> tuple[Scales, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..grid import Scales, decode, encode, grouped, scale_values
+from ..grid import Scales, divisor, encode, grouped, rounded, scale_values
 from ..scales import choose, least_cost
 from ..scheme import Scheme
 from ..statistics import Statistics
@@ -34,7 +34,7 @@ def gptq(
     damping: float = 0.01,
     act_order: bool = True,
     ranges: str = "output",
-    passes: int = 4,
+    passes: int = 3,
 ) -> Rounded:
     """Codes for ``weight`` [N, K] (float32 or float64, finite) that keep tr(E G E^T) low, for G = ``statistics.gram``.
 
@@ -61,7 +61,7 @@ def gptq(
     return Rounded(codes, scales, notes_on(statistics, damping, used))
 
 
-def check(*, damping: float = 0.01, act_order: bool = True, ranges: str = "output", passes: int = 4) -> None:
+def check(*, damping: float = 0.01, act_order: bool = True, ranges: str = "output", passes: int = 3) -> None:
     """Raises ``ValueError`` for options that :func:`gptq` cannot take."""
     if not 0 <= damping <= 1:
         raise ValueError(f"damping must be 0 to 1 of the diagonal's mean, got {damping}")
@@ -82,7 +82,7 @@ def _prepared(statistics: Statistics, weight: Tensor, damping: float, act_order:
     if act_order:
         order = gram.diagonal().argsort(descending=True, stable=True)
     upper, used = inverse_factor(gram[order][:, order], damping)
-    return damped(gram, used).to(weight.dtype), order, upper.to(weight.dtype), used
+    return damped(gram, used).to(weight.dtype), order, upper, used
 
 
 def _ranges(weight: Tensor, scheme: Scheme, ranges: str, order: Tensor, upper: Tensor) -> Scales:
@@ -92,28 +92,27 @@ def _ranges(weight: Tensor, scheme: Scheme, ranges: str, order: Tensor, upper: T
     # the later ones have told what they can of it.
     left = torch.empty_like(upper.diagonal())
     left[order] = 1 / upper.diagonal().square()
-    importance = grouped(left, scheme.group(weight.shape[1]))
+    importance = grouped(left.to(weight.dtype), scheme.group(weight.shape[1]))
     return least_cost(weight, scheme, lambda error: (error.square() * importance).sum(-1), ends=True)
 
 
 def _swept(weight: Tensor, scheme: Scheme, scales: Scales, order: Tensor, upper: Tensor) -> Tensor:
     """Codes [N, K], column by column in ``order``; ``upper`` is the factor of the inverse in the same order."""
-    k = weight.shape[1]
+    k, fmt = weight.shape[1], scheme.fmt
     w = weight.T[order].contiguous()  # a column is a contiguous row here
-    scale = scale_values(scheme, scales, weight.dtype).T.contiguous()
-    zero = None if scales.zero_point is None else scales.zero_point.T.to(weight.dtype).contiguous()
-    groups = (order // scheme.group(k)).tolist()
-    ratio = upper / upper.diagonal()[:, None]
-    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    owed = (upper / upper.diagonal()[:, None]).triu(1).to(w.dtype)  # by each column's error to those behind it
+    scale = scale_values(scheme, scales, w.dtype).T
+    zero = None if scales.zero_point is None else scales.zero_point.T.to(w.dtype)
+    codes = torch.empty_like(w, dtype=torch.uint8)
     for start in range(0, k, _BLOCK):
-        stop = min(start + _BLOCK, k)
-        block, errors = w[start:stop], torch.empty_like(w[start:stop])
-        for j in range(stop - start):
-            group = groups[start + j]
-            s, z = scale[group], None if zero is None else zero[group]
-            found = encode(block[j], scheme.fmt, s, z)
-            codes[start + j] = found
-            errors[j] = block[j] - decode(found, scheme.fmt, s, z)
-            block[j + 1 :].addr_(ratio[start + j, start + j + 1 : stop], errors[j], alpha=-1)
-        w[stop:].addmm_(ratio[start:stop, stop:].T, errors, alpha=-1)
+        part = slice(start, start + _BLOCK)
+        groups = order[part] // scheme.group(k)
+        s, z = scale[groups], None if zero is None else zero[groups]
+        block, errors = w[part], torch.empty_like(w[part])
+        columns = zip(block, errors, s, divisor(s), [None] * len(s) if z is None else z, owed[part, part], strict=True)
+        for column, error, *grid, share in columns:
+            torch.sub(column, rounded(column, fmt, *grid), out=error)
+            block.addr_(share, error, alpha=-1)
+        codes[part] = encode(block, fmt, s, z)  # a column is as it was when it was rounded: nothing is owed to it afterwards
+        w[start + _BLOCK :].addmm_(owed[part, start + _BLOCK :].T, errors, alpha=-1)
     return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()

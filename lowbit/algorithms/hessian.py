@@ -11,9 +11,10 @@ __all__ = ["damped", "inverse_factor", "notes_on"]
 
 
 def damped(gram: Tensor, damping: float) -> Tensor:
-    """``gram`` [K, K] with ``damping`` times the mean of its diagonal added to it; the identity where it is all zeros."""
+    """``gram`` [K, K] over the mean of its diagonal, with ``damping`` added to that; the identity where it is all zeros."""
     mean = gram.diagonal().mean()
-    return gram + torch.eye(len(gram), dtype=gram.dtype, device=gram.device) * torch.where(mean > 0, damping * mean, 1.0)
+    one = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return gram / mean + damping * one if bool(mean > 0) else one
 
 
 def inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
@@ -42,9 +43,7 @@ def notes_on(statistics: Statistics, asked: float, used: float) -> tuple[str, ..
     notes = []
     dead = int(statistics.dead.sum())
     if dead:
-        notes.append(
-            f"{dead} of {len(statistics.absmax)} input channels were 0 in every row: their weights are rounded to nearest"
-        )
+        notes.append(f"{dead} of {len(statistics.absmax)} input channels were 0 in every row: damping alone holds their weights")
     if used > asked:
         notes.append(f"damping {used:g} instead of {asked:g}: the inputs are too alike for less")
     return tuple(notes)

@@ -28,7 +28,7 @@ def hqq(
     statistics: Statistics | None = None,
     *,
     p: float = 0.7,
-    beta: float = 3.0,
+    beta: float = 1.0,
     steps: int = 10,
 ) -> Rounded:
     """``weight`` [N, K] (float32 or float64, finite) rounded to nearest under fitted scales; ``statistics`` are not looked at.
@@ -36,9 +36,9 @@ def hqq(
     Args:
         p: of the norm |e|^p, above 0 and at most 1.
         beta: how close the split parts are held together; errors beyond (1 / beta)^(1 / (2 - p)) steps of the grid begin
-            to count as outliers.
-        steps: how often codes and scales follow each other. It begins with the ``"mse"`` scales of
-            :func:`lowbit.scales.choose`, and each group keeps those with the least squared error.
+            to count as outliers. With 1, these are the errors of weights that the range leaves out.
+        steps: how often codes and scales follow each other. It begins with the ranges of least squared error
+            (:func:`lowbit.scales.least_cost`), and each group keeps those with the least in the end.
 
     A zero point is fitted where the scheme has one, the scale under every scheme. Raises ``ValueError`` for a scale that its
     own format cannot hold.
@@ -69,7 +69,7 @@ def hqq(
     return Rounded(to_codes(weight, scheme, best), best)
 
 
-def check(*, p: float = 0.7, beta: float = 3.0, steps: int = 10) -> None:
+def check(*, p: float = 0.7, beta: float = 1.0, steps: int = 10) -> None:
     """Raises ``ValueError`` for options that :func:`hqq` cannot take."""
     if not 0 < p <= 1:
         raise ValueError(f"p must be above 0 and at most 1, got {p}")
