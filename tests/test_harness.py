@@ -554,19 +554,6 @@ def test_eval_errors_are_one_line(
     assert words in line
 
 
-def test_eval_of_a_model_without_a_tokenizer(
-    model: Path,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((model / name).read_bytes())
-    assert run(["eval", str(tmp_path), "--tasks", "mmlu", "--data", str(folder)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path} holds no tokenizer" in line
-
-
 # ---- the real thing --------------------------------------------------------------------------------------------------
 
 
