@@ -64,7 +64,7 @@ def fits(w: Tensor, scheme: Scheme) -> bool:
 
 
 @rounders
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(w=weights(min_rows=1), scheme=every_scheme, seed=seeds, rows=st.integers(1, 40))
 def test_lands_on_the_grid(rounder, w, scheme, seed, rows):
     """Codes that the format produces, scales of the scheme's dtypes and shapes, finite numbers: also for weights of any size,
@@ -111,7 +111,7 @@ def test_zeros_stay_zeros(rounder, name):
 
 
 @rounders
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(every_scheme, st.integers(-20, 20), seeds)
 def test_weights_times_a_power_of_two_have_the_same_codes(rounder, scheme, power, seed):
     """And so do weights whose inputs are multiplied by one: neither has a unit."""
@@ -143,7 +143,7 @@ def test_output_errs_less_than_rounded_to_nearest(name, seed):
     assert gone_over < clipped < nearest
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(weights(largest=2.0**20), every_scheme, seeds)
 def test_clip_is_never_worse(w, scheme, seed):
     """In float64, for any inputs: it begins with whole ranges and takes no step up."""

@@ -13,8 +13,11 @@ __all__ = ["damped", "inverse_factor", "notes_on"]
 def damped(gram: Tensor, damping: float) -> Tensor:
     """``gram`` [K, K] over the mean of its diagonal, with ``damping`` added to that; the identity where it is all zeros."""
     mean = gram.diagonal().mean()
-    one = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    return gram / mean + damping * one if bool(mean > 0) else one
+    if not bool(mean > 0):
+        return torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    out = gram / mean
+    out.diagonal().add_(damping)
+    return out
 
 
 def inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
@@ -24,16 +27,17 @@ def inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
     One Cholesky factor with the axes turned round and one triangular inverse: the inverse itself is never made, which
     would square the condition number. Raises ``ValueError`` where no damping helps: such a matrix is no mean of x x^T.
     """
-    if not bool(torch.isfinite(gram).all()):
+    if not bool(torch.isfinite(gram.sum())):
         raise ValueError("the Gram matrix holds NaN or infinity: collect the statistics again")
-    asked = damping
+    asked, turned = damping, gram.flip(0, 1)
     while damping <= 1e3:
-        lower, failed = torch.linalg.cholesky_ex(damped(gram, damping).flip(0, 1))
+        lower, failed = torch.linalg.cholesky_ex(damped(turned, damping))
         diagonal = lower.diagonal()
         # Pivots this small are what rounding left of zeros.
         if not int(failed) and bool(diagonal.min() > 1e-7 * diagonal.max()):
+            del turned
             one = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-            return torch.linalg.solve_triangular(lower.flip(0, 1), one, upper=True), damping
+            return torch.linalg.solve_triangular(lower, one, upper=False).flip(0, 1), damping
         damping = max(10 * damping, 1e-6)
     raise ValueError(f"the Gram matrix is not positive definite, with any damping from {asked:g} to 1000: collect it again")
 
