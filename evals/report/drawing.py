@@ -14,6 +14,7 @@ import matplotlib
 import matplotlib.style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 __all__ = ["ACCENT", "FILL", "INK", "LINE", "MUTED", "PAPER", "SOFT", "canvas", "legend", "png", "settle", "style", "svg"]
 
@@ -59,8 +60,9 @@ def legend(figure: Figure, handles: Sequence[Any]) -> None:
 
 def settle(figure: Figure) -> None:
     """Lay a figure out, once: from here on nothing moves."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
 
 
 def png(figure: Figure) -> bytes:
