@@ -109,7 +109,8 @@ def test_a_group_whose_scale_is_nan_is_nan():
 
 
 @pytest.mark.parametrize("name", ["nf4:g64:bf16", "fp6_e3m2:g32:e8m0", "fp4_e2m1:g16:fp8_e4m3fn"])
-def test_the_same_bits_in_every_run(name):
+@pytest.mark.parametrize("m", [8, 16])
+def test_the_same_bits_in_every_run(name, m):
     torch.manual_seed(0)
     scheme = Scheme.parse(name)
     codes = torch.randint(1 << scheme.bits, (2100, 9000), dtype=torch.uint8)
@@ -117,7 +118,7 @@ def test_the_same_bits_in_every_run(name):
     scale = (
         torch.rand(groups).to(torch.bfloat16) if scheme.scale == "bf16" else torch.randint(100, 120, groups, dtype=torch.uint8)
     )
-    x = torch.randn(8, 9000).to(torch.bfloat16)
+    x = torch.randn(m, 9000).to(torch.bfloat16)
     first, _ = product(x, codes, scheme, scale)
     for _ in range(5):
         assert torch.equal(product(x, codes, scheme, scale)[0], first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,3 +206,14 @@ def test_registering_every_row_leaves_triton_and_cuda_alone() -> None:
         "assert not torch.cuda.is_initialized(), 'CUDA was initialised'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_where_more_than_eight_rows_of_x_stay_in_registers() -> None:
+    """On Hopper they are taken with small weights alone; elsewhere no other row takes them from tiles."""
+    row = next(kernel for kernel in kernels() if kernel.name == "cuda_tiles_halves")
+    small = Call("linear", "cuda", 90, "tiles", Scheme.parse("int4"), torch.bfloat16, 16, 4096, 4096)
+    assert row.also is not None
+    for change in ({}, {"m": 8, "n": 28672}, {"arch": 80, "k": 28672}):
+        assert row.also(replace(small, **change)) is None
+    for change in ({"n": 4112}, {"m": 9, "k": 8192}):
+        assert "at most 8 rows" in str(row.also(replace(small, **change)))
