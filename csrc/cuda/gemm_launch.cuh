@@ -60,7 +60,7 @@ struct Cost {
 // Kernels whose operands are codes. Products of a whole group are under way together where registers hold as many operands.
 template <class Codes, class T, Scaling scaling>
 LaunchShape exact_of(int group) {
-  constexpr int most = Codes::parts == 1 ? 128 : 32;
+  constexpr int most = Codes::parts == 1 ? 128 : 64;
   return group == 32   ? launch_shape<Codes, T, Shape<64, 32, 32, true, scaling>>
          : group == 64 ? launch_shape<Codes, T, Shape<64, std::min(most, 64), 64, true, scaling>>
                        : launch_shape<Codes, T, Shape<64, most, 128, true, scaling>>;
@@ -70,7 +70,7 @@ LaunchShape exact_of(int group) {
 template <class Codes, class T, Scaling scaling, int group, int least = 64>
 LaunchShape weights_of(int columns) {
   if constexpr (least == 64)
-    if (columns == 64) return launch_shape<Codes, T, Shape<64, 64, group, false, scaling>>;
+    if (columns == 64) return launch_shape<Codes, T, Shape<64, 128, group, false, scaling>>;
   return columns == 128 ? launch_shape<Codes, T, Shape<128, 64, group, false, scaling>>
                         : launch_shape<Codes, T, Shape<256, 64, group, false, scaling>>;
 }
@@ -121,7 +121,7 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
       if constexpr (takes_e4m3) launch = weights_of<Codes, T, Scaling::e4m3, 16>(columns);
     }
   } else if (!group) {
-    if constexpr (is_table) launch = launch_shape<Codes, T, Shape<64, 32, 128, true, Scaling::row>>;
+    if constexpr (is_table) launch = launch_shape<Codes, T, Shape<64, 64, 128, true, Scaling::row>>;
   } else if (!is_narrow) {
     launch = is_own ? exact_of<Codes, T, Scaling::own>(group) : exact_of<Codes, T, Scaling::plain>(group);
   } else if (is_e8m0) {
