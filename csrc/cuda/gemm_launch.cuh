@@ -107,7 +107,7 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
       if (us < least) least = us, columns = cost.columns, parts = p;
     }
   }
-  if (columns == 0) return cudaErrorInvalidValue;
+  if (least == 1e30f) return cudaErrorInvalidValue;  // a plan that is not for such weights
 
   LaunchShape launch = nullptr;
   if (columns > 64 || weights_few) {
