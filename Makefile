@@ -1,6 +1,6 @@
 # Two commands from a clean clone, given Python 3.10 or newer, make and a C++ compiler:
 #
-#   make demo    quantize the model in the box with a dozen schemes and measure each
+#   make demo    quantize the model in the box with a dozen schemes, measure each, and write out/demo/report.html
 #   make test    lint, type check and tests
 #
 # PYTHON picks the interpreter that .venv is made from. PIP_FLAGS goes to every pip call: on a machine without a GPU,
@@ -20,7 +20,7 @@ SOURCES := $(shell find csrc -type f 2>/dev/null)
 .PHONY: demo test lint install clean
 
 demo: install
-	$(BIN)/lowbit demo $(DEMO_FLAGS)
+	$(BIN)/lowbit demo --out out/demo $(DEMO_FLAGS)
 
 # One thread a worker: more would only fight over the cores.
 test: lint

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .results import replace_file
+from .results import named_errors, replace_file
 
-__all__ = ["Cache", "digest", "fingerprint"]
+__all__ = ["Answers", "Cache", "digest", "fingerprint"]
 
 
 class Cache:
@@ -41,18 +41,64 @@ class Cache:
 
     @contextlib.contextmanager
     def answers(self, lm: Any, of: Any) -> Iterator[Any]:
-        """``lm``, a model of lm-eval, behind lm-eval's own store of answers, which are written as they come."""
+        """``lm``, a model of lm-eval, that remembers: what is in the store is not asked again, new answers go there at once."""
         if self.folder is None:
             yield lm
             return
         from lm_eval.api.model import CachingLM
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        remembering = CachingLM(lm, str(self.folder / f"answers-{digest(of)}.db"))
-        try:
+        remembering = CachingLM.__new__(CachingLM)  # which would open a database, whose thread waits for ever on a full disk
+        with Answers(self.folder / f"answers-{digest(of)}.jsonl") as store:
+            remembering.lm, remembering.cache_db, remembering.dbdict = lm, str(store.path), store
+            lm.set_cache_hook(remembering.get_cache_hook())
             yield remembering
-        finally:
-            remembering.dbdict.close()
+
+
+class Answers:
+    """What lm-eval asks of its store: answers by the hashes of questions, a line each in a file that only grows.
+
+    A program that is killed has lost none but that which it was writing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, Any] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with named_errors(path):
+            self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - closed by __exit__
+            self._file.seek(0)
+            text = self._file.read()
+            for line in text.splitlines():
+                with contextlib.suppress(ValueError, TypeError):  # cut short by whatever ended the program
+                    key, answer = json.loads(line)
+                    self._known[key] = tuple(answer) if isinstance(answer, list) else answer
+            if text and not text.endswith(b"\n"):
+                self._write(b"\n")
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> Any:
+        return self._known[key]
+
+    def __setitem__(self, key: str, answer: Any) -> None:
+        if key not in self._known:  # lm-eval gives each twice: as it comes, and at the end
+            self._known[key] = answer
+            self._write(json.dumps([key, answer]).encode() + b"\n")
+
+    def commit(self) -> None:
+        """Nothing waits to be written."""
+
+    def _write(self, line: bytes) -> None:
+        with named_errors(self.path):
+            while line:
+                line = line[self._file.write(line) :]
 
 
 def digest(data: Any) -> str:

@@ -1,16 +1,27 @@
-"""The model in the box, quantized a dozen ways and measured: the table of ``lowbit demo``."""
+"""The model in the box, quantized a dozen ways and measured: the table of ``lowbit demo``, and that of the README.
+
+    python -m lowbit.evals.demo --out demo.json
+
+That file keeps what the table shows, and of the questions no more than their number.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from .evaluation import TOY, Material, Outcome, Progress, compare
+from .results import write_result
+from .tables import RESULTS, demo_table
 from .tasks import MMLU
 
-__all__ = ["RECIPES", "run", "table"]
+__all__ = ["RECIPES", "main", "run", "table"]
 
 RECIPES = (
     "int8",
@@ -102,3 +113,26 @@ def _flips(outcome: Outcome, task: str) -> str:
 
 def _names(kernels: Mapping[str, int]) -> str:
     return ", ".join(sorted(kernels, key=lambda name: -kernels[name])) or "torch"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure the model in the box for the table of a document.")
+    parser.add_argument("--limit", type=int, help="exam questions a subject at most")
+    parser.add_argument("--out", type=Path, default=RESULTS / "demo.json", help="JSON file to write")
+    options = parser.parse_args(arguments)
+    start = time.perf_counter()
+    rows = [_row(outcome.to_dict()) for outcome in run(limit=options.limit)]
+    found = {"limit": options.limit, "seconds": time.perf_counter() - start, "outcomes": rows}
+    write_result(options.out, found)
+    print(demo_table([found]))
+
+
+def _row(outcome: dict[str, Any]) -> dict[str, Any]:
+    """What a table is made from."""
+    kept = ("recipe", "bits_per_weight", "file_bytes", "perplexity", "kernels", "speed", "seconds")
+    exam = {name: outcome["tasks"][MMLU][name] for name in ("n", "value", "difference")}
+    return {**{name: outcome[name] for name in kept}, "tasks": {MMLU: exam}}
+
+
+if __name__ == "__main__":
+    main()

@@ -26,6 +26,7 @@ from .perplexity import Perplexity, context_of, perplexity, windows_of
 from .report import FORMAT
 from .results import origin
 from .tasks import MMLU, Suite, read_tasks
+from .texts import read_text
 
 __all__ = ["TOY", "TOY_DATA", "TOY_TEXT", "Material", "Outcome", "compare", "result"]
 
@@ -74,17 +75,13 @@ class Material:
         batch: int = BATCH,
         compared: int = 0,
     ) -> Material:
-        """The ``tasks`` with their rows from the folder ``data`` (None: the hub), and the UTF-8 file ``text``.
+        """The ``tasks`` with their rows from the folder ``data`` (None: the hub), and the UTF-8 file ``text``, or ``"wikitext"``
+        from the hub.
 
         ``limit``: questions a task (of MMLU: a subject) at most, the first ones; ``shots``: solved examples before each, the
         task's own number if None. Raises ``ValueError`` for anything that cannot be read, naming the file.
         """
-        content = None
-        if text is not None:
-            try:
-                content = Path(text).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"the text {text} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        content = None if text is None else read_text(text)
         suite = read_tasks(tasks, data, limit=limit, shots=shots) if tasks else None
         return Material(suite, content, context, stride, chunks, batch, compared)
 
@@ -134,8 +131,11 @@ class Outcome:
         return {**{name: getattr(self, name) for name in kept}, **plain, "tasks": tasks}
 
 
-def result(model: str, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """All of an evaluation as plain data, in the form that :func:`lowbit.evals.report.write_report` reads."""
+def result(model: str, outcomes: Sequence[Outcome], seconds: float, gemv: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """All of an evaluation as plain data, in the form that :func:`lowbit.evals.report.write_report` reads.
+
+    ``gemv``: weights per second, as of :func:`lowbit.evals.gemv.measure`.
+    """
     return {
         "format": FORMAT,
         "origin": origin(),
@@ -143,7 +143,7 @@ def result(model: str, outcomes: Sequence[Outcome], seconds: float) -> dict[str,
         "tasks": [*outcomes[0].tasks, *(() if outcomes[0].perplexity is None else ("perplexity",))],
         "seconds": seconds,
         "outcomes": [outcome.to_dict() for outcome in outcomes],
-        "gemv": None,
+        "gemv": gemv,
     }
 
 

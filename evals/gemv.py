@@ -7,8 +7,9 @@ to wait for it. The float weight runs beside the quantized ones, under the same 
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from .reader import Limits
 from .specimens import Specimen
 from .walks import Times, copies_of, timed
 
-__all__ = ["BATCHES", "SCHEMES", "SHAPES", "device_name", "measure", "row_of", "table"]
+__all__ = ["BATCHES", "SCHEMES", "SHAPES", "beside", "device_name", "largest", "measure", "row_of", "table"]
 
 SCHEMES = (
     "int8", "int4", "int4_sym", "int3", "int2", "int5", "int6", "fp8", "fp6", "fp6_e3m2", "fp4", "nf4",
@@ -33,11 +34,12 @@ SHAPES = (
     (1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672),
 )  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)
+_SMALL, _USUAL = 1 << 20, (4096, 4096)  # weights of a layer that are few; a layer of a usual model
 _HARD, _REST = 256, 0.2  # rows of x above which a walk is hard work; seconds of rest behind it
 
 
 def measure(
-    schemes: Sequence[str],
+    schemes: Sequence[str | Recipe],
     shapes: Sequence[tuple[int, int]],
     batches: Sequence[int] = (1,),
     device: str = "cpu",
@@ -51,13 +53,13 @@ def measure(
 ) -> dict[str, Any]:
     """Time ``QLinear.forward`` for each scheme, shape (N, K) and number of rows of x, beside F.linear in ``dtype``.
 
-    ``schemes``: whatever names a recipe. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
+    ``schemes``: recipes, or their names. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
     ``seconds``, on the part of the grid that is theirs. Returns plain data: ``rows`` as of :func:`row_of`, ``peers``, the same
     for them, and ``failures``, each with the error of a figure that could not be taken. ``keep`` is called with what there is
     after each shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
-    recipes = {name: Recipe.parse(name) for name in schemes}
+    recipes = {what if isinstance(what, str) else what.name: Recipe.of(what) for what in schemes}
     limits = Limits(where, repeats)
     one = _Run(batches, where, dtype, repeats, layout, limits, progress)
     figures: dict[str, Any] = {"device": device_name(where), "dtype": str(dtype), "rows": [], "peers": [], "failures": []}
@@ -82,6 +84,32 @@ def measure(
         figures["peers"] = [_peer_row(row, limits(row["bytes"]), float_us) for row in found]
         figures["failures"] += missing
     return figures
+
+
+def beside(
+    recipes: Sequence[str | Recipe], shape: tuple[int, int], device: str, progress: Callable[[str, int, int], None] | None = None
+) -> dict[str, Any]:
+    """:func:`measure` of one row of x, as a token is decoded, for what stands beside an evaluation: few repeats.
+
+    ``progress``: called with (what is being done, done, in all).
+    """
+    done = itertools.count()
+
+    def said(what: str) -> None:
+        if progress is not None:
+            progress(f"weights per second: {what}", next(done), 1 + len(recipes))
+
+    return measure(recipes, [shape], (1,), device, repeats=5, progress=said)
+
+
+def largest(layers: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """N and K of the largest linear layer among those of :func:`lowbit.evals.layers.layer_figures`.
+
+    Where even that is so small that a call costs more than its weights, or there is none, those of a model with 8 billion.
+    """
+    shapes = [tuple(layer["shape"]) for layer in layers if layer.get("kind") == "linear"]
+    n, k = max(shapes, key=lambda shape: (shape[0] * shape[1], shape), default=_USUAL)
+    return (n, k) if n * k >= _SMALL else _USUAL
 
 
 def _peer_row(row: dict[str, Any], limit: Times, float_us: dict[tuple[int, int, int], float]) -> dict[str, Any]:
@@ -193,4 +221,8 @@ def table(figures: dict[str, Any]) -> Table:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {(n := torch.get_num_threads())} thread{'s' if n > 1 else ''}"
+    )

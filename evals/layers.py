@@ -60,9 +60,10 @@ def layer_figures(
         drawn: layers with a histogram, evenly from the first to the last, so that all recipes show the same ones.
         progress: called with (layers done, layers in all).
 
-    Returns ``{"name", "scheme", "bits_per_weight", "sqnr_db"}`` of each layer, and :func:`histogram` with the ``"name"`` of
-    ``drawn`` of them. Layers that share a weight are one. ``sqnr_db`` is None where nothing was lost, since JSON has no
-    infinity, and is distance from ``before``: a method that changes weights first, to the same outputs, is not told by it.
+    Returns ``{"name", "kind", "shape", "scheme", "bits_per_weight", "sqnr_db"}`` of each layer, and :func:`histogram` with
+    the ``"name"`` of ``drawn`` of them. Layers that share a weight are one. ``sqnr_db`` is None where nothing was lost, since
+    JSON has no infinity, and is distance from ``before``: a method that changes weights first, to the same outputs, is not
+    told by it.
 
     Raises ``ValueError`` for a float weight of another shape.
     """
@@ -80,6 +81,8 @@ def layer_figures(
         figures.append(
             {
                 "name": layer.name,
+                "kind": layer.kind,
+                "shape": list(weight.shape),
                 "scheme": str(weight.scheme),
                 "bits_per_weight": weight.bits_per_weight,
                 "sqnr_db": decibels if math.isfinite(decibels) else None,

@@ -67,8 +67,9 @@ def tango_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> 
     Medicine 17 (1998), 891-908.
 
     At 95 % it covers the true difference in 93 to 97 % of all samples where seven flips or more are to be expected,
-    however they are divided. Counts of fewer flips are so coarse that no interval can hold that: this one covers 92.8
-    to 97.3 % from five, and up to 99.9 % below four.
+    however they are divided. Counts of fewer flips are so coarse that no interval can hold that: this one covers in 92.8
+    to 97.3 % where four to seven are, in 93.4 to 98.7 % where three to four are, and in 96.4 to 100 % below three, where
+    it is wider than it would have to be.
     """
     if n < 1:
         raise ValueError("a comparison needs at least one question")

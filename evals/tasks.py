@@ -106,7 +106,7 @@ def read_tasks(
     if data is not None and not Path(data).is_dir():
         raise MissingDataError(f"the data must be a folder, and {data} is none")
     with quiet_harness():
-        reader = _Reader(names, None if data is None else Path(data), bool(shots))
+        reader = _Reader(names, None if data is None else Path(data), shots)
         built = [(name, reader.build(name)) for name in dict.fromkeys(names)]
         reader.complain()
         members: dict[str, tuple[str, ...]] = {}
@@ -147,14 +147,19 @@ def _has_address(url: str) -> bool:
 
 @contextlib.contextmanager
 def quiet_harness() -> Iterator[None]:
-    """lm-eval says nothing below an error while the block runs."""
+    """lm-eval says nothing below an error while the block runs, and draws no bars of datasets."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
     logger = logging.getLogger("lm_eval")
-    level = logger.level
+    level, drawn = logger.level, not are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)
+    disable_progress_bars()
     try:
         yield
     finally:
         logger.setLevel(level)
+        if drawn:
+            enable_progress_bars()
 
 
 def _collect(name: str, items: list[Any], members: dict[str, Any], tasks: dict[str, Any], groups: dict[str, Any]) -> None:
@@ -196,14 +201,14 @@ def _examples(task: Any) -> list[Any]:
 class _Reader:
     """Makes lm-eval's objects for names, and keeps a list of what is missing."""
 
-    def __init__(self, names: Sequence[str], data: Path | None, examples: bool) -> None:
+    def __init__(self, names: Sequence[str], data: Path | None, shots: int | None) -> None:
         try:
             import lm_eval.tasks  # noqa: F401
         except ImportError:
             raise ImportError("tasks need lm-eval: pip install 'lowbit[eval]'") from None
         mmlu = all(name == MMLU or name.startswith(f"{MMLU}_") for name in names)
         self.manager = _mmlu_manager() if mmlu else _full_manager()
-        self.data, self.examples = data, examples
+        self.data, self.shots = data, shots
         self.missing: list[str] = []
 
     @property
@@ -311,9 +316,9 @@ class _Reader:
         rows = {"test": as_rows(read_subject(self.data, subject))}  # type: ignore[arg-type]
         if table_of(self.data, subject, "dev") is not None:  # type: ignore[arg-type]
             rows["dev"] = as_rows(read_subject(self.data, subject, "dev"))  # type: ignore[arg-type]
-        elif self.examples:
+        elif self.shots:
             raise ExamError(f"{self.data} holds no dev/{subject}_dev.csv (nor .jsonl, nor .parquet), which solved examples need")
-        return _subject_task(self.manager, subject, rows)
+        return _subject_task(_mmlu_manager(), subject, rows)
 
     # -- other tasks from a folder --
 
@@ -333,12 +338,18 @@ class _Reader:
                 rows[split] = read_rows(path)
                 if not rows[split]:
                     raise RowsError(f"{path} holds no rows")
+        hub = config.get("dataset_path")
         if asked not in rows:
-            hub = config.get("dataset_path")
             self.missing.append(
                 f"{self.data} holds no {name}.jsonl (nor .parquet, nor {asked}/{name}_{asked}.jsonl), which {name} needs: fetch "
                 f"the split {asked!r} of {hub}"
             )
+        if fewshot and fewshot not in rows and self._wants_examples(config):
+            self.missing.append(
+                f"{self.data} holds no {fewshot}/{name}_{fewshot}.jsonl (nor .parquet), which solved examples of {name} need: "
+                f"fetch the split {fewshot!r} of {hub}, or ask for none with 0 shots"
+            )
+        if self.missing:
             return None
         overrides: dict[str, Any] = {"custom_dataset": _dataset(rows)}
         overrides |= {
@@ -357,6 +368,12 @@ class _Reader:
             raise RowsError(
                 f"the rows of {name} in {self.data} do not have its fields ({', '.join(sorted(fields))}): {why}"
             ) from None
+
+    def _wants_examples(self, config: Mapping[str, Any]) -> bool:
+        """Whether rows have to be solved before a question, and the task does not bring its own."""
+        own = config.get("num_fewshot")
+        shots = own if self.shots is None or own == 0 else self.shots
+        return bool(shots) and not (config.get("fewshot_config") or {}).get("samples")
 
     def _file(self, name: str, split: str, asked: bool) -> Path | None:
         folder = self.data or Path()

@@ -25,6 +25,8 @@ _NAMES = {
     "lowbit.recipe": ("Recipe", "Rule"),
     "lowbit.planning": ("Plan", "explain", "plan"),
     "lowbit.quantize": ("quantize_",),
+    "lowbit.calibration.data": ("Calibration",),
+    "lowbit.streaming.job": ("quantize_folder",),
     "lowbit.checkpoint": ("CheckpointError", "load", "save"),
     "lowbit.environment": ("env",),
     "lowbit.pretrained.config": ("Config",),
@@ -39,6 +41,7 @@ _NAMES = {
         "int6_weight_only",
         "int8_dynamic_activation_int4_weight",
         "int8_dynamic_activation_int8_weight",
+        "int8_static_activation_int8_weight",
         "int8_weight_only",
         "mxfp4_weight_only",
         "mxfp6_weight_only",
@@ -49,6 +52,7 @@ _NAMES = {
         "w4a16",
         "w8a16",
     ),
+    "lowbit.methods": ("clip", "gptq", "hqq"),
     "lowbit_kernels.registry": ("NoKernelError", "strict"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -16,6 +16,7 @@ __all__ = [
     "int6_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_weight",
+    "int8_static_activation_int8_weight",
     "int8_weight_only",
     "mxfp4_weight_only",
     "mxfp6_weight_only",
@@ -114,6 +115,12 @@ def nvfp4_weight_only() -> Target:
 def int8_dynamic_activation_int8_weight() -> Target:
     """W8A8: the input rounded to 8 bits with a scale a token as it comes, the weight to 8 bits with a scale a row."""
     return Target(SCHEMES["int8"], _TOKEN_INT8)
+
+
+def int8_static_activation_int8_weight() -> Target:
+    """W8A8: as above, with one scale for all inputs of a layer, which calibration data has to find: a little faster, and
+    worse where some inputs are far larger than others."""
+    return Target(SCHEMES["int8"], _TOKEN_INT8, activation_scale="static")
 
 
 def int8_dynamic_activation_int4_weight(group_size: int = 32) -> Target:

@@ -138,6 +138,17 @@ class Format:
             codes = torch.where(torch.isnan(x), self.nan, codes).to(torch.uint8)
         return codes
 
+    def round(self, x: Tensor) -> Tensor:
+        """The numbers nearest to ``x`` (float32 or float64, finite), in its dtype: :meth:`decode` of :meth:`nearest`, without
+        codes between them (and without the sign of a zero)."""
+        if self.step is not None and self.nan is None:
+            if self.step == 1:
+                return x.round().clamp_(self.min, self.max)
+            return (x / self.step).round_().clamp_(self.min / self.step, self.max / self.step).mul_(self.step)
+        thresholds = _constant(self._thresholds(x.dtype), x.dtype, x.device)
+        numbers = _constant(self.numbers, x.dtype, x.device)
+        return numbers[torch.bucketize(x.contiguous(), thresholds, out_int32=True)]
+
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers of ``codes`` (any integer dtype, any shape), as ``dtype``."""
         table = _constant(self.values, dtype, codes.device)

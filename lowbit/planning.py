@@ -35,6 +35,9 @@ class LayerPlan:
     ``target`` is None for a layer that stays as it is, and ``reason`` says why. ``kernels`` and ``refusals`` map the
     rows of an input (1, 16, 512) to the kernel that will run and to (kernel, why it refused) of each before it; ``layout``
     is the arrangement of the bytes that they read.
+
+    What is known when it was carried out, and no part of the plan: ``loss``, the squared error of the layer's outputs over
+    their square on calibration data (tr(E G E^T) / tr(W G W^T), G the mean of x x^T), and ``notes``.
     """
 
     name: str
@@ -51,14 +54,17 @@ class LayerPlan:
     kernels: dict[int, str] = field(default_factory=dict)
     refusals: dict[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     layout: str = "canonical"
+    loss: float | None = field(default=None, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of each layer of a model, in the order of its modules."""
+    """What becomes of each layer of a model, in the order of its modules; ``notes`` on how it was carried out."""
 
     recipe: Recipe
     layers: tuple[LayerPlan, ...]
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def changed(self) -> tuple[LayerPlan, ...]:
@@ -91,6 +97,7 @@ class Plan:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "layers": layers,
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -103,12 +110,15 @@ class Plan:
                 continue
             kernels = " ".join(f"M={m}:{kernel}" for m, kernel in layer.kernels.items())
             tied = f" ({layer.reason})" if layer.reason else ""
+            tied += "" if layer.loss is None else f", loss {layer.loss:.2e}"
+            tied += "".join(f"; {note}" for note in layer.notes)
             if layer.layout != "canonical":
                 kernels += f" from {layer.layout}"
             lines.append(
                 f"{layer.name:{width}}  {shape:>12}  {layer.target}, {layer.bits_per_weight:.2f} bits, "
                 f"{layer.bytes_before:,} -> {layer.bytes_after:,} bytes, {kernels}{tied}"
             )
+        lines += self.notes
         ratio = self.bytes_before / max(self.bytes_after, 1)
         lines.append(
             f"{len(self.changed)} of {len(self.layers)} layers quantized, "

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .algorithms import ROUNDERS
+from .calibration.data import Calibration
 from .checkpoint.skeleton import is_pretrained
-from .embedding import QEmbedding
-from .layers import Layer, replace_module
-from .linear import QLinear
+from .environment import usable_device
+from .layers import Layer
 from .planning import NO_PATTERN, FilterFn, LayerPlan, Plan, resolve
 from .recipe import Recipe
-from .target import Target
-from .tensor import QTensor, check_weight
-from .weight import QuantizedModule
+from .replacement import Progress, Replacement
 
 __all__ = ["planned", "quantize_", "replace_layers"]
-
-Progress = Callable[[LayerPlan, int, int], None]
 
 
 def quantize_(
     model: nn.Module,
     what: Any,
     *,
+    calibration: Any = None,
     filter_fn: FilterFn | None = None,
     device: str | torch.device | None = None,
     keep_on_device: bool = False,
@@ -41,16 +37,44 @@ def quantize_(
             :class:`~lowbit.Recipe`, the name of one, a YAML file, or a dict from name patterns (glob, or ``re:`` and a
             regular expression) to any of these or None; the first pattern that matches wins. Without a pattern that
             names them, embeddings and the head stay as they are.
+        calibration: data that rounders and static activation scales look at: a text file, a list of strings, token ids or
+            batches; or a :class:`~lowbit.Calibration`, which says how much of it. The model is then quantized block by
+            block, each on what the quantized ones before it give, and the plan says the loss of each layer.
         filter_fn: ``filter_fn(module, name) -> bool``, asked for each layer that would be quantized.
-        device: where each layer's weight is moved to be quantized, one at a time; its own device by default.
+        device: where each layer's weight is moved to be quantized, one at a time, and with data where each block runs, one
+            at a time; its own device by default.
         keep_on_device: leave the quantized weights on ``device``, instead of moving them back.
         progress: called with (layer, layers done, layers in all) after each layer.
 
-    Every weight is checked before the first is changed. Peak memory stays under the model and twice its largest layer.
-    Raises ``ValueError`` for a pattern that matches nothing, a call that changes nothing, and weights with NaN or infinity.
+    In a ``torch.distributed`` group (``torchrun``; ``init_process_group("gloo")``) every process calls this with the same
+    arguments: with data each runs its share of the batches and rounds its share of the layers, and all end with the same
+    model, which one of them saves.
+
+    Every weight is checked before the first is changed. Peak memory stays under the model and twice its largest layer; with
+    data it is the model, the statistics of a block (8 K^2 bytes for each tensor that its layers read), what the rounder
+    takes for one layer, and the inputs of one block. Raises ``ValueError`` for a pattern that matches nothing, a call that
+    changes nothing, weights with NaN or infinity, a recipe that needs data where none is given, and data on which the
+    model gives NaN or infinity: layers that were quantized before it came to that stay quantized.
     """
-    carried, layers = planned(model, Recipe.of(what), filter_fn, device)
-    replace_layers(model, carried.layers, layers, device, keep_on_device, progress)
+    recipe = Recipe.of(what)
+    carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
+    replacement = Replacement(model, carried.layers, layers, device, keep_on_device, progress)
+    replacement.check()
+    notes: list[str] = []
+    if calibration is None:
+        _replace_all(replacement)
+    else:
+        from .calibration.calibrator import Calibrator
+        from .calibration.residence import OnDevice, Residence
+        from .calibration.states import States
+
+        where = None if device is None else usable_device(device)
+        residence = Residence(model) if where is None else OnDevice(model, where, keep_on_device)
+        batches = Calibration.of(calibration).batches(model)
+        calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, States())
+        calibrator.run()
+        notes = calibrator.notes
+    carried = dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(notes))
     if is_pretrained(model):
         from .pretrained.quantizer import attach
 
@@ -59,50 +83,42 @@ def quantize_(
 
 
 def planned(
-    model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None, device: str | torch.device | None
+    model: nn.Module,
+    recipe: Recipe,
+    filter_fn: FilterFn | None,
+    device: str | torch.device | None,
+    has_data: bool = False,
 ) -> tuple[Plan, list[Layer]]:
-    """A plan that changes something, and the layer that each of its entries speaks of."""
+    """A plan that changes something and has the data that it needs, and the layer that each of its entries speaks of."""
     carried, layers = resolve(model, recipe, filter_fn, device)
     if not carried.changed:
         raise ValueError(f"nothing would change in {len(carried.kept)} layers ({_why_kept(carried)})")
+    needy = [] if has_data else [entry for entry in carried.changed if entry.target is not None and entry.target.needs_data]
+    if needy:
+        entry = needy[0]
+        assert entry.target is not None
+        more = f" and {len(needy) - 1} more layers" if needy[1:] else ""
+        raise ValueError(
+            f"{entry.target.needs_data} of {entry.name}{more} looks at data, and there is none: give quantize_ calibration= "
+            "(texts, token ids, batches, or the path of a text file)"
+        )
     return carried, layers
 
 
-@torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
 def replace_layers(
     model: nn.Module,
     entries: Sequence[LayerPlan],
     layers: list[Layer],
-    device: str | torch.device | None = None,
-    keep_on_device: bool = False,
-    progress: Progress | None = None,
 ) -> None:
-    """Carry out ``entries``, each for the layer at its place in ``layers``, which is emptied. Arguments as above."""
-    _check(entries, layers)
-    done: dict[int, QTensor] = {}  # by the identity of a weight that several layers read
-    shared = _shared_weights(entries, layers)
-    total = sum(entry.target is not None for entry in entries)
-    count = 0
-    for i, entry in enumerate(entries):
-        layer, layers[i] = layers[i], None  # type: ignore[call-overload]  # the float weight goes as soon as it is replaced
-        if entry.target is None:
-            continue
-        key = id(layer.module._parameters["weight"])
-        quantized = done.get(key)
-        if quantized is None:
-            try:
-                quantized = _round(layer, entry.target, device, keep_on_device)
-            except ValueError as error:
-                raise ValueError(f"{entry.name}: {error} ({count} of {total} layers are quantized)") from error
-            if key in shared:
-                done[key] = quantized
-        replacement = _replacement(layer, quantized, entry.target)
-        if key in shared:
-            done[key] = replacement.weight  # so that the next layer shares these very parameters
-        replace_module(model, layer.names, replacement)
-        count += 1
-        if progress is not None:
-            progress(entry, count, total)
+    """Carry out ``entries``, each for the layer at its place in ``layers``, which is emptied, without data."""
+    replacement = Replacement(model, entries, layers)
+    replacement.check()
+    _replace_all(replacement)
+
+
+def _replace_all(replacement: Replacement) -> None:
+    for i in range(len(replacement.entries)):
+        replacement.carry_out(i)
 
 
 def _why_kept(carried: Plan) -> str:
@@ -112,46 +128,3 @@ def _why_kept(carried: Plan) -> str:
         names.setdefault(layer.reason, []).append(layer.name)
     lines = [f"{found[0]}{f' and {len(found) - 1} more' if found[1:] else ''}: {why}" for why, found in names.items()]
     return "; ".join(lines[:5])
-
-
-def _check(entries: Sequence[LayerPlan], layers: list[Layer]) -> None:
-    for entry, layer in zip(entries, layers, strict=True):
-        if entry.target is None:
-            continue
-        if layer.weight.device.type == "meta":
-            raise ValueError(f"{entry.name} is on the meta device and has no values: load the model first")
-        check_weight(layer.weight, f"{entry.name}.weight")
-
-
-def _shared_weights(entries: Sequence[LayerPlan], layers: list[Layer]) -> set[int]:
-    pairs = zip(entries, layers, strict=True)
-    counts = Counter(id(layer.module._parameters["weight"]) for entry, layer in pairs if entry.target is not None)
-    return {key for key, count in counts.items() if count > 1}
-
-
-def _round(layer: Layer, target: Target, device: str | torch.device | None, keep_on_device: bool) -> QTensor:
-    weight = layer.weight.detach()
-    origin = weight.device
-    if device is not None:
-        weight = weight.to(device)
-    if target.rounder == "rtn":  # the operator does this in chunks of rows, in a fused kernel where there is one
-        quantized = QTensor.quantize(weight, target.weight, method=target.scales)
-    else:
-        compute = weight if weight.dtype == torch.float64 else weight.float()
-        codes, scales = ROUNDERS[target.rounder](compute, target.weight, target.scales)
-        quantized = QTensor.from_codes(codes, scales, target.weight, weight.dtype)
-    if quantized.device != origin and not keep_on_device:
-        moved = quantized.to(origin)
-        assert isinstance(moved, QTensor)
-        return moved
-    return quantized
-
-
-def _replacement(layer: Layer, weight: QTensor, target: Target) -> QuantizedModule:
-    module: QuantizedModule
-    if isinstance(layer.module, nn.Embedding):
-        module = QEmbedding(weight, layer.module.padding_idx)
-    else:
-        # The very parameter: another layer may read it, and an optimizer may hold it.
-        module = QLinear(weight, layer.module._parameters.get("bias"), target.activation)
-    return module.train(layer.module.training)

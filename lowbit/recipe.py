@@ -8,7 +8,7 @@ import importlib.resources
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import yaml
 
 from . import api
 from .scheme import SCHEMES, Scheme, UnknownSchemeError
-from .target import Target
+from .target import FIELDS, Target
 
-__all__ = ["Recipe", "Rule"]
+__all__ = ["Recipe", "Rule", "block_counts", "block_of"]
 
 
-def _block(name: str) -> tuple[str, int] | None:
+def block_of(name: str) -> tuple[str, int] | None:
     """The stack and the number of the block that a layer stands in: the first number in its name. None outside of any."""
     parts = name.split(".")
     place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
@@ -31,7 +31,7 @@ def _block(name: str) -> tuple[str, int] | None:
 def block_counts(names: Iterable[str]) -> dict[str, int]:
     """How many blocks each stack of a model has, from the names of its layers: ``{"model.layers": 32}``."""
     counts: dict[str, int] = {}
-    for stack, number in filter(None, map(_block, names)):
+    for stack, number in filter(None, map(block_of, names)):
         counts[stack] = max(counts.get(stack, 0), number + 1)
     return counts
 
@@ -65,7 +65,7 @@ class Rule:
     def matches(self, name: str, counts: Mapping[str, int] | None = None) -> bool:
         """Whether the rule takes the layer called ``name`` of a model with these :func:`block_counts`."""
         if self.blocks is not None:
-            place = _block(name)
+            place = block_of(name)
             if place is None or not {place[1], place[1] - (counts or {}).get(place[0], 0)} & set(self.blocks):
                 return False
         if self.pattern.startswith("re:"):
@@ -111,7 +111,10 @@ class Recipe:
 
     @staticmethod
     def parse(text: str) -> Recipe:
-        """A recipe by name: a scheme (``int4_g64``), a factory (``int8_weight_only``), a file, or one in ``recipes/``."""
+        """A recipe by name: a scheme (``int4_g64``), a factory (``int8_weight_only``), a file, or one in ``recipes/``; or any
+        of these in the hands of a rounder, ``gptq(int3)`` or ``gptq(int3, damping=0.05)``."""
+        if spelled := re.fullmatch(r"(\w+)\((.+)\)", text.strip()):
+            return _by_rounder(*spelled.groups())
         if text in api.__all__:
             return Recipe((Rule("*", getattr(api, text)()),), text)
         try:
@@ -125,6 +128,21 @@ class Recipe:
             return Recipe.from_text(shipped[text].read_text(encoding="utf-8"), text)
         near = difflib.get_close_matches(text, [*SCHEMES, *api.__all__, *shipped], n=4, cutoff=0.3)
         raise ValueError(f"no scheme, recipe or file named {text!r}; did you mean {', '.join(near or SCHEMES)}?")
+
+    def rounded_by(self, rounder: str, **options: Any) -> Recipe:
+        """This recipe with the codes of every rule chosen by ``rounder``, a key of ``lowbit.algorithms.ROUNDERS``.
+
+        Raises ``ValueError`` for a rounder or an option that does not exist.
+        """
+
+        def changed(rule: Rule) -> Rule:
+            if rule.target is None:
+                return rule
+            # How scales are chosen is an option of round-to-nearest.
+            scales = rule.target.scales if rounder == "rtn" else "range"
+            return replace(rule, target=rule.target.replace(rounder=rounder, options=tuple(options.items()), scales=scales))
+
+        return Recipe(tuple(map(changed, self.rules)), self.name)
 
     @staticmethod
     def from_file(path: str | Path) -> Recipe:
@@ -166,6 +184,19 @@ class Recipe:
         return next((rule for rule in self.rules if any(rule.matches(name, counts) for name in names)), None)
 
 
+def _by_rounder(rounder: str, inside: str) -> Recipe:
+    """``int3, damping=0.05`` in the hands of ``rounder``."""
+    text, *settings = (part.strip() for part in inside.split(","))
+    options = {}
+    for setting in settings:
+        name, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise ValueError(f"an option of {rounder} is spelled name=value, got {setting!r:.80}")
+        options[name] = yaml.safe_load(value)
+    found = Recipe.parse(text).rounded_by(rounder, **options)
+    return replace(found, name=f"{rounder}({inside})")
+
+
 def _target_or_none(value: Any) -> Target | None:
     if value is None:
         return None
@@ -173,10 +204,12 @@ def _target_or_none(value: Any) -> Target | None:
         if len(value.rules) != 1:
             raise ValueError(f"a pattern stands for one target, and recipe {value.name!r} has {len(value.rules)} rules")
         return value.rules[0].target
+    if isinstance(value, str) and "(" in value:
+        return _target_or_none(Recipe.parse(value))
     return getattr(api, value)() if value in api.__all__ else Target.of(value)
 
 
-_OF_A_RULE = ("match", "weight", "activation", "rounder", "scales", "blocks", "optional")
+_OF_A_RULE = ("match", *FIELDS, "blocks", "optional")
 
 
 def _rule(entry: Any, where: str) -> Rule:
@@ -186,7 +219,7 @@ def _rule(entry: Any, where: str) -> Rule:
         raise ValueError(f"{where}: unknown field {', '.join(unknown)}; there are {', '.join(_OF_A_RULE)}")
     fields = {key: value for key, value in entry.items() if key not in ("match", "blocks", "optional")}
     for key, value in {"match": entry["match"], **fields}.items():
-        if not isinstance(value, str) and (value is not None or key not in ("weight", "activation")):
+        if key != "options" and not isinstance(value, str) and (value is not None or key not in ("weight", "activation")):
             raise ValueError(f"{where}: {key} must be a name, got {value!r:.80}")
     if entry["weight"] is None and len(fields) > 1:
         raise ValueError(f"{where}: a layer that is left (weight: null) takes no {', '.join(sorted(fields.keys() - {'weight'}))}")

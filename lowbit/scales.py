@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,27 +12,74 @@ from .formats import format_named
 from .grid import Scales, grouped, scale_values, to_codes, to_values
 from .scheme import PLAIN_SCALES, Scheme
 
-__all__ = ["choose", "round_scale"]
+__all__ = ["choose", "least_cost", "nearest_scale", "round_scale", "squared"]
 
 METHODS = ("range", "mse")
+_SHRINKS = torch.linspace(1.0, 0.4, 25).tolist()
+_POWERS = (1.0, 2.0, 0.5)  # of the range, for scales that are powers of two: the floor rule's, and the ones beside it
+_ENDS = torch.linspace(1.0, 0.4, 8).tolist()
 
 
 def choose(w: Tensor, scheme: Scheme, method: str = "range", outer: Tensor | None = None) -> Scales:
     """Scales for ``w`` [..., N, K] (float32 or float64, finite).
 
     ``method``: ``"range"`` covers the largest value of each group (absmax without a zero point, min-max with one,
-    OCP's floor rule for e8m0 scales); ``"mse"`` tries smaller ranges and keeps the one with the least squared error.
+    OCP's floor rule for e8m0 scales); ``"mse"`` tries other ranges and keeps the one with the least squared error.
     ``outer`` [...]: a tensor-wide scale that was chosen before (for rows that are quantized in chunks).
     Raises ``ValueError`` where a scale's own format cannot hold it.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if scheme.outer and outer is None:
-        outer = outer_scale(w.abs().flatten(-2).amax(-1) if w.numel() else w.new_zeros(w.shape[:-2]), scheme)
-    x = grouped(w, scheme.group(w.shape[-1]))
-    if method == "range":
-        return _from_range(x, scheme, outer, 1.0)
-    return _least_error(w, x, scheme, outer)
+    if method == "mse":
+        return least_cost(w, scheme, squared, outer)
+    outer = _outer_of(w, scheme) if outer is None else outer
+    return _from_range(grouped(w, scheme.group(w.shape[-1])), scheme, outer, (1.0, 1.0))
+
+
+def squared(error: Tensor) -> Tensor:
+    """The squared error of each group, ``error`` [..., group]."""
+    return error.square().sum(-1)
+
+
+def least_cost(
+    w: Tensor, scheme: Scheme, cost: Callable[[Tensor], Tensor], outer: Tensor | None = None, ends: bool = False
+) -> Scales:
+    """Scales for ``w`` [..., N, K] under which rounding to nearest costs least, among ranges of other widths.
+
+    ``cost`` takes the error of rounding, grouped [..., N, G, group] (zeros where the last group is short), and gives
+    [..., N, G]. The whole range comes first, and wins where nothing is cheaper. ``ends``: with a zero point, the two ends of
+    the range move apart from each other. ``outer`` and errors as for :func:`choose`.
+    """
+    outer = _outer_of(w, scheme) if outer is None else outer
+    group = scheme.group(w.shape[-1])
+    x = grouped(w, group)
+    best: Scales | None = None
+    least: Tensor | None = None
+    for shrinks in _candidates(scheme, ends):
+        scales = _from_range(x, scheme, outer, shrinks)
+        found = cost(grouped(to_values(to_codes(w, scheme, scales), scheme, scales, w.dtype) - w, group))
+        if best is None or least is None:
+            best, least = scales, found
+            continue
+        better = found < least
+        best, least = scales.where(better, best), torch.where(better, found, least)
+    assert best is not None
+    return best
+
+
+def _candidates(scheme: Scheme, ends: bool) -> list[tuple[float, float]]:
+    """What the two ends of the range are multiplied by; the whole range first."""
+    if scheme.scale == "e8m0":
+        return [(power, power) for power in _POWERS]
+    if ends and scheme.zero_point != "none":
+        return [(low, high) for low in _ENDS for high in _ENDS]
+    return [(shrink, shrink) for shrink in _SHRINKS]
+
+
+def _outer_of(w: Tensor, scheme: Scheme) -> Tensor | None:
+    if not scheme.outer:
+        return None
+    return outer_scale(w.abs().flatten(-2).amax(-1) if w.numel() else w.new_zeros(w.shape[:-2]), scheme)
 
 
 def outer_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
@@ -53,7 +101,7 @@ def round_scale(value: Tensor, scheme: Scheme) -> Tensor:
     Raises ``ValueError`` where bf16, fp16 or fp32 overflows, or fp16 would turn the scale of normal float32 weights to
     zero.
     """
-    stored = _rounded(value, scheme)
+    stored = nearest_scale(value, scheme)
     if scheme.scale in PLAIN_SCALES and not (stored.dtype == value.dtype == torch.float32):
         _check_finite(stored, value, scheme.scale)
     if stored.dtype == torch.float16:
@@ -63,7 +111,8 @@ def round_scale(value: Tensor, scheme: Scheme) -> Tensor:
     return stored
 
 
-def _rounded(value: Tensor, scheme: Scheme) -> Tensor:
+def nearest_scale(value: Tensor, scheme: Scheme) -> Tensor:
+    """:func:`round_scale` without its checks: a scale may become infinite or 0."""
     if scheme.scale in PLAIN_SCALES:
         return value.to(scheme.scale_dtype)
     return format_named(scheme.scale).nearest(value)
@@ -93,14 +142,14 @@ def _power_of_two(absmax: Tensor, largest: float) -> Tensor:
     return torch.where(absmax == 0, -127, exponent).clamp(-127, 127).add(127).to(torch.uint8)
 
 
-def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, shrink: float) -> Scales:
-    """Scales from the extremes of grouped ``x`` [..., N, G, group], the range shrunk by a factor.
+def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, shrinks: tuple[float, float]) -> Scales:
+    """Scales from the extremes of grouped ``x`` [..., N, G, group], each multiplied by one of ``shrinks``.
 
-    Only the whole range is checked: a smaller one that underflows is a bad candidate and no error.
+    Only the whole range is checked: another one that underflows is a bad candidate and no error.
     """
-    fmt, round_to = scheme.fmt, round_scale if shrink == 1 else _rounded
+    fmt, round_to = scheme.fmt, round_scale if shrinks == (1.0, 1.0) else nearest_scale
     low, high = torch.aminmax(x, dim=-1)
-    low, high = low.clamp(max=0) * shrink, high.clamp(min=0) * shrink
+    low, high = low.clamp(max=0) * shrinks[0], high.clamp(min=0) * shrinks[1]
     if scheme.zero_point == "none":
         absmax = torch.maximum(low.abs(), high.abs())  # abs: the scale of a group of zeros is 0 and not -0
         if scheme.scale == "e8m0":
@@ -126,25 +175,3 @@ def _with_zero_point(stored: Tensor, low: Tensor, scheme: Scheme, outer: Tensor 
         zero = zero.round().clamp(0, scheme.fmt.max)
     assert scheme.zero_point_dtype is not None
     return Scales(stored, zero.to(scheme.zero_point_dtype), outer)
-
-
-def _least_error(w: Tensor, x: Tensor, scheme: Scheme, outer: Tensor | None) -> Scales:
-    best: Scales | None = None
-    least: Tensor | None = None
-    group = scheme.group(w.shape[-1])
-    for shrink in torch.linspace(1.0, 0.4, 25).tolist():
-        scales = _from_range(x, scheme, outer, shrink)
-        error = grouped(to_values(to_codes(w, scheme, scales), scheme, scales, w.dtype) - w, group).square().sum(-1)
-        if best is None or least is None:
-            best, least = scales, error
-            continue
-        better = error < least
-        zero = (
-            None
-            if scales.zero_point is None or best.zero_point is None
-            else torch.where(better, scales.zero_point, best.zero_point)
-        )
-        best = Scales(torch.where(better, scales.scale, best.scale), zero, outer)
-        least = torch.where(better, error, least)
-    assert best is not None
-    return best

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -9,9 +11,12 @@ from typing import Any
 
 from .algorithms import ROUNDERS
 from .scales import METHODS
-from .scheme import SCHEMES, Scheme
+from .scheme import PLAIN_SCALES, SCHEMES, Scheme
 
-__all__ = ["Target", "activation_scheme"]
+__all__ = ["ACTIVATION_SCALES", "FIELDS", "Target", "activation_scheme"]
+
+ACTIVATION_SCALES = ("token", "static")
+FIELDS = ("weight", "activation", "rounder", "scales", "options", "activation_scale")
 
 
 @dataclass(frozen=True)
@@ -22,21 +27,62 @@ class Target:
         weight: the scheme of its weight.
         activation: the scheme that its input is rounded to, or None to leave it as it is.
         rounder: how codes are chosen; a key of ``lowbit.algorithms.ROUNDERS``.
-        scales: how scales are chosen, ``"range"`` or ``"mse"``.
+        scales: how scales are chosen by round-to-nearest, ``"range"`` or ``"mse"``; other rounders choose their own.
+        options: of the rounder, by name: a mapping, which is kept as sorted pairs.
+        activation_scale: ``"token"`` for a scale a token, found as it comes, or ``"static"`` for one of all inputs, found by
+            calibration.
     """
 
     weight: Scheme
     activation: Scheme | None = None
     rounder: str = "rtn"
     scales: str = "range"
+    options: tuple[tuple[str, Any], ...] = ()
+    activation_scale: str = "token"
 
     def __post_init__(self) -> None:
         if self.rounder not in ROUNDERS:
             raise ValueError(f"no rounder named {self.rounder!r}; there are {', '.join(ROUNDERS)}")
         if self.scales not in METHODS:
             raise ValueError(f"scales must be one of {', '.join(METHODS)}, got {self.scales!r}")
+        if self.rounder != "rtn" and self.scales != "range":
+            raise ValueError(f"{self.rounder} chooses scales of its own: leave out scales: {self.scales}")
+        self._check_options()
         if self.activation is not None and self.activation.zero_point != "none":
             raise ValueError(f"an activation scheme has no zero point, got {self.activation}")
+        self._check_activation_scale()
+
+    def _check_options(self) -> None:
+        options = {name: _number(value) for name, value in dict(self.options).items()}
+        known = {name: default for name, default in ROUNDERS[self.rounder].options.items() if name != "scales"}
+        if unknown := sorted(options.keys() - known.keys()):
+            there = f"there are {', '.join(known)}" if known else "it takes none"
+            raise ValueError(f"{self.rounder} has no option {', '.join(map(str, unknown))}; {there}")
+        for name, value in options.items():
+            if not isinstance(value, (bool, int, float, str)):
+                raise ValueError(f"option {name} of {self.rounder} must be a number, true, false or a word, got {value!r:.80}")
+        ROUNDERS[self.rounder].check(**options)
+        object.__setattr__(self, "options", tuple(sorted(options.items())))
+
+    def _check_activation_scale(self) -> None:
+        if self.activation_scale not in ACTIVATION_SCALES:
+            raise ValueError(f"activation_scale must be {' or '.join(ACTIVATION_SCALES)}, got {self.activation_scale!r}")
+        if self.activation_scale == "static" and (self.activation is None or self.activation.scale not in PLAIN_SCALES):
+            raise ValueError(
+                "a static activation_scale goes with an activation scheme whose scale is "
+                f"{', '.join(PLAIN_SCALES)}, got {self.activation}"
+            )
+
+    @property
+    def needs_data(self) -> str:
+        """What of it cannot be found without calibration data; empty where nothing is."""
+        if ROUNDERS[self.rounder].needs_statistics:
+            return f"the rounder {self.rounder}"
+        return "a static activation_scale" if self.activation_scale == "static" else ""
+
+    def replace(self, **changes: Any) -> Target:
+        """A target with some fields changed."""
+        return dataclasses.replace(self, **changes)
 
     @staticmethod
     def of(what: Target | Scheme | str | Mapping[str, Any]) -> Target:
@@ -48,14 +94,16 @@ class Target:
         if isinstance(what, str):
             return Target(Scheme.parse(what))
         if isinstance(what, Mapping):
-            known = {"weight", "activation", "rounder", "scales"}
-            if unknown := sorted(set(what) - known):
-                raise ValueError(f"unknown field {', '.join(unknown)} of a target; there are {', '.join(sorted(known))}")
+            if unknown := sorted(set(what) - set(FIELDS)):
+                raise ValueError(f"unknown field {', '.join(unknown)} of a target; there are {', '.join(sorted(FIELDS))}")
             if "weight" not in what:
                 raise ValueError("a target needs a field 'weight': the name of a scheme")
             fields = dict(what, weight=_scheme(what["weight"]))
             if fields.get("activation") is not None:
                 fields["activation"] = activation_scheme(fields["activation"])
+            if not isinstance(fields.get("options", {}), Mapping):
+                raise ValueError(f"options must be names and values such as {{damping: 0.01}}, got {fields['options']!r:.80}")
+            fields["options"] = tuple(fields.get("options", {}).items())
             return Target(**fields)
         got = f"the function {what.__name__}: call it" if isinstance(what, FunctionType) else f"{what!r:.80}"
         raise TypeError(f"a target is a scheme, a name or what int4_weight_only() returns, got {got}")
@@ -69,12 +117,25 @@ class Target:
             out["rounder"] = self.rounder
         if self.scales != "range":
             out["scales"] = self.scales
+        if self.options:
+            out["options"] = dict(self.options)
+        if self.activation_scale != "token":
+            out["activation_scale"] = self.activation_scale
         return out
 
     def __str__(self) -> str:
-        activation = "" if self.activation is None else f", x {self.activation}"
-        how = "" if (self.rounder, self.scales) == ("rtn", "range") else f", {self.rounder}/{self.scales}"
-        return f"{self.weight}{activation}{how}"
+        static = " static" if self.activation_scale == "static" else ""
+        activation = "" if self.activation is None else f", x {self.activation}{static}"
+        how = [] if self.rounder == "rtn" else [self.rounder]
+        how += [] if self.scales == "range" else [f"scales={self.scales}"]
+        how += [f"{name}={value}" for name, value in self.options]
+        return f"{self.weight}{activation}{', ' if how else ''}{' '.join(how)}"
+
+
+def _number(value: Any) -> Any:
+    """``1e-5`` is a word to YAML, which wants a point in it."""
+    spelled = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if spelled else value
 
 
 def _scheme(what: Any) -> Scheme:

@@ -16,9 +16,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowbit.scheme import Scheme
 
-__all__ = ["FOLDER", "Crossovers", "Entry", "file_of", "load"]
+__all__ = ["FOLDER", "Crossovers", "Entry", "fastest", "file_of", "load"]
 
 FOLDER = Path(__file__).parent / "measured"
 
@@ -51,6 +53,17 @@ class Crossovers:
         if nearest is None or Scheme.parse(nearest.scheme).bits != scheme.bits:
             return None
         return nearest.row(m)
+
+
+def fastest(op: str, arch: int, scheme: Scheme, layout: str, m: int, n: int, k: int) -> str | None:
+    """The name of the row that was the fastest for such a call on the current GPU or its like; None: nothing was measured.
+
+    ``arch``: that of the device that the call is on, 0 for a CPU.
+    """
+    if arch == 0 or not torch.cuda.is_available():
+        return None
+    table = load(torch.cuda.get_device_name(), arch)
+    return None if table is None else table.fastest(op, scheme, layout, m, n, k)
 
 
 def _distance(entry: Entry, scheme: Scheme, n: int, k: int) -> tuple[int, int, float, str]:

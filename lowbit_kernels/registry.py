@@ -15,6 +15,7 @@ import torch
 
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
+from . import crossovers
 from .layouts import LAYOUTS, Parts
 
 __all__ = [
@@ -33,7 +34,8 @@ __all__ = [
     "watched",
 ]
 
-# In order of preference: the first row that does not refuse runs. The reference is last and refuses nothing.
+# In order of preference: of the rows that do not refuse the first runs, unless a table of this GPU names a faster one. The
+# reference is last and refuses nothing.
 _BACKENDS = (
     "lowbit_kernels.cuda",
     "lowbit_kernels.cuda_activations",
@@ -160,15 +162,22 @@ watched: ContextVar[bool] = ContextVar("lowbit_watched", default=False)
 
 
 def select(call: Call) -> Kernel:
-    """The first row that takes ``call``. Raises :class:`NoKernelError` where strict mode leaves none."""
+    """The row that runs ``call``: of those that take it the one that :mod:`.crossovers` names, else the first.
+
+    Raises :class:`NoKernelError` where strict mode leaves none.
+    """
     return _select(call, _strict.get())
 
 
 @lru_cache(maxsize=8192)
 def _select(call: Call, only: frozenset[str] | None) -> Kernel:
-    for kernel in kernels():
-        if kernel.op == call.op and _allowed(kernel, only) and kernel.refusal(call) is None:
-            return kernel
+    takes = (k for k in kernels() if k.op == call.op and _allowed(k, only) and k.refusal(call) is None)
+    first = next(takes, None)
+    if first is not None:
+        measured = crossovers.fastest(call.op, call.arch, call.scheme, call.layout, call.m, call.n, call.k)
+        if measured is None or measured == first.name or first.name.startswith("reference"):
+            return first
+        return next((kernel for kernel in takes if kernel.name == measured), first)
     wanted = "a kernel other than the reference" if not only else " or ".join(sorted(only))
     lines = "\n".join(f"  {name}: {reason or 'not asked for'}" for name, reason in explain(call))
     raise NoKernelError(f"strict mode asks for {wanted}, and none takes {call}:\n{lines}")

@@ -139,6 +139,12 @@ def _histogram(rng: np.random.Generator, bits: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def speeds(device: str) -> dict[str, Any]:
+    """What ``lowbit bench gemv`` would write on ``device``."""
+    origin = {"date": "2026-11-21", "commit": "d1cd5c5", "versions": {"torch": "2.13.0"}, "cpu": {}, "gpus": []}
+    return {**origin, **_gemv(np.random.default_rng(0)), "device": device}
+
+
 def _gemv(rng: np.random.Generator) -> dict[str, Any]:
     rows = []
     for n, k in ((4096, 4096), (11008, 4096)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -235,6 +236,29 @@ HEADERS = {
 def test_a_header_that_says_something_else(folder, edit, message):
     change(folder / FILE, edit)
     refused(folder, message)
+
+
+def test_a_tensor_is_not_shared_by_what_packs_it_otherwise(tmp_path):
+    """A zero point is packed in the file and a byte in memory; a buffer is what the file holds."""
+    lowbit.save(nn.Sequential(QLinear(QTensor.quantize(torch.randn(3, 40), "int4_g32"))), tmp_path)
+    change(tmp_path / FILE, top(aliases={"codes": "0.zero_point"}))
+    model = nn.Sequential(nn.Linear(40, 3, bias=False))
+    model.register_buffer("codes", torch.zeros(3, 1, dtype=torch.uint8))
+    with pytest.raises(CheckpointError, match=r"0\.zero_point shares the tensor 0\.zero_point with another name"):
+        lowbit.load(tmp_path, model=model)
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("kind", ["large", "fifo"])
+def test_a_configuration_that_is_none(folder, kind):
+    path = folder / "config.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(300 << 20)  # zeros that take no room on the disk
+    with pytest.raises(CheckpointError, match=r"config\.json: is no file of a configuration"):
+        lowbit.load(folder)
 
 
 def test_formats_of_ones_own(tmp_path, monkeypatch):

@@ -74,6 +74,23 @@ def test_quantize_then_load(model: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "7 of 9 layers quantized" in capsys.readouterr().out
 
 
+def test_quantize_on_a_text(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, recipe = material / "text.txt", "int8_static_activation_int8_weight"
+    found = parsed(capsys, "quantize", model, "-r", recipe, "-o", tmp_path, "--calibration", text, "--rows", 3, "--length", 16)
+    assert all(layer["loss"] > 0 for layer in found["plan"]["layers"] if layer["target"] is not None)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    lowbit.quantize_(expected, recipe, calibration=lowbit.Calibration(text, rows=3, length=16))
+    scale = expected.model.layers[0].mlp.up_proj.input_scale
+    loaded = lowbit.load(tmp_path)
+    assert torch.equal(loaded.model.layers[0].mlp.up_proj.input_scale, scale)
+    ids = torch.tensor([[2, 3, 4, 41]])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected(ids).logits)
+    line = failed(capsys, 2, "quantize", model, "-r", recipe, "-o", tmp_path)
+    assert "a static activation_scale looks at data: give a text with --calibration FILE" in line
+    assert "no text file" in failed(capsys, 2, "quantize", model, "-o", tmp_path, "--calibration", tmp_path / "none.txt")
+
+
 def test_inspect(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantized = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     carried = lowbit.quantize_(quantized, {"*mlp*": "mxfp4", "*": "int8_dynamic_activation_int8_weight"})
@@ -113,6 +130,22 @@ def test_eval(model: Path, material: Path, tmp_path: Path, capsys: pytest.Captur
     assert "nf4" in capsys.readouterr().out
 
 
+def test_speeds_stand_beside_accuracies(
+    model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowbit.evals.gemv._USUAL", (512, 512))
+    arguments = ["eval", model, "--data", material, "--tasks", "mmlu", "--limit", 1, "--speed"]
+    found = parsed(capsys, *arguments, "--recipes", "int8_g64", "--out", tmp_path / "out")
+    assert [(row["scheme"], row["m"], row["n"], row["k"]) for row in found["gemv"]["rows"]] == [
+        ("float", 1, 512, 512),
+        ("int8_g64", 1, 512, 512),
+    ]
+    assert all(row["limit_us"] > 0 and row["fraction_of_limit"] > 0 for row in found["gemv"]["rows"])
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "M = 1, 512 x 512: cpu" in page
+    assert "Not measured: weights loaded" not in page
+
+
 def test_eval_of_a_quantized_folder(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parsed(capsys, "quantize", model, "-r", "int4_g32", "-o", tmp_path / "out")
     where = ["--data", material, "--text", material / "text.txt", "--chunks", 2, "--context", 16]
@@ -144,8 +177,10 @@ def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert [name for name in (*lowbit.FORMATS, *lowbit.SCHEMES) if name not in printed] == []
 
 
-def test_demo(model: Path, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowbit.evals import demo
+def test_demo(
+    model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowbit.evals import demo, gemv
 
     read = demo.Material.read
     monkeypatch.setattr(demo, "TOY", model)
@@ -153,6 +188,14 @@ def test_demo(model: Path, material: Path, capsys: pytest.CaptureFixture[str], m
     found = parsed(capsys, "demo", "--limit", 3)
     assert [outcome["recipe"] for outcome in found["outcomes"]] == ["float", *demo.RECIPES]
     assert all(outcome["speed"]["tokens_per_second"] > 0 for outcome in found["outcomes"])
+    assert found["gemv"] is None
+    beside = gemv.beside
+    monkeypatch.setattr("lowbit.evals.gemv._USUAL", (512, 512))
+    monkeypatch.setattr(gemv, "beside", lambda recipes, *rest: beside(recipes[:1], *rest))
+    out = tmp_path / "out"
+    (float_row, row) = parsed(capsys, "demo", "--limit", 1, "--out", out)["gemv"]["rows"]
+    assert (float_row["scheme"], row["scheme"], row["n"]) == ("float", "int8", 512)
+    assert sorted(path.suffix for path in out.iterdir()) == [".html", ".json", *[".png"] * 6]
     assert run(["demo", "--limit", "2"]) == 0
     printed = capsys.readouterr().out
     assert "int8, x int8" in printed
@@ -231,3 +274,24 @@ def test_a_reader_that_goes_away() -> None:
     process.stderr.close()
     assert process.wait() == 1
     assert errors == b""
+
+
+# ---- other programs --------------------------------------------------------------------------------------------------
+
+PROBE = "import sys; print('lowbit' in sys.modules, __name__, sys.argv)"
+
+
+def test_another_program_with_lowbit_imported(tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")
+
+    def ask(*arguments: str) -> tuple[int, str]:
+        program = [sys.executable, "-m", "lowbit", *arguments]
+        done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
+
+    found = str(tmp_path / "probe.py")
+    assert ask("-m", "probe", "--model", "hf") == (0, f"True __main__ {[found, '--model', 'hf']}\n")
+    assert ask("-m") == (2, "lowbit: error: -m needs the name of a module, as in python -m lowbit -m lm_eval\n")
+    for absent in ("absent", "absent.below"):
+        assert ask("-m", absent) == (2, f"lowbit: error: there is no module {absent}\n")
+    assert ask("--version") == (0, f"lowbit {lowbit.__version__}\n")

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lowbit.evals import demo, evaluation, overhead, tables
 from lowbit.evals.exam import LETTERS, ExamError, Question, prompt, read_exam
 from lowbit.evals.generation import decode_speed
 from lowbit.evals.perplexity import perplexity
@@ -214,3 +215,33 @@ def test_decoding_is_timed(model: nn.Module) -> None:
     assert speed.first_token > 0
     with pytest.raises(ValueError, match="together at most 256"):
         decode_speed(model, prompt=200, steps=57)
+
+
+# ---- figures of the model in the box ---------------------------------------------------------------------------------
+
+
+def test_the_demo_keeps_what_its_table_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = demo.run
+
+    def short(limit: int) -> list[evaluation.Outcome]:
+        return measured(limit=limit, recipes=["int4"])
+
+    text = tmp_path / "text.txt"
+    text.write_text(evaluation.TOY_TEXT.read_text(encoding="utf-8")[:4000], encoding="utf-8")
+    monkeypatch.setattr(evaluation.Material.read, "__defaults__", (evaluation.TOY_DATA, text))
+    monkeypatch.setattr(demo, "run", short)
+    demo.main(["--limit", "1", "--out", str(tmp_path / "demo.json")])
+    kept = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
+    assert kept["limit"] == 1
+    assert {"date", "versions", "cpu"} <= set(kept)
+    assert [outcome["recipe"] for outcome in kept["outcomes"]] == ["float", "int4"]
+    assert set(kept["outcomes"][1]["tasks"]["mmlu"]) == {"n", "value", "difference"}
+    head, rule, plain, int4 = tables.demo_table([kept]).splitlines()
+    assert head.count("|") == rule.count("|") == plain.count("|") == int4.count("|")
+    assert f"{kept['outcomes'][1]['speed']['tokens_per_second']:.0f}" in int4
+
+
+def test_overhead_counts_each_part() -> None:
+    found = overhead.measure(1, ["int4"], rounds=1)
+    assert found["questions"] == 12
+    assert all(found[name]["cpu"] > 0 and found[name]["wall"] > 0 for name in ("lm_eval", "making", "compare"))

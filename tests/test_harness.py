@@ -6,9 +6,11 @@ import copy
 import csv
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from torch import nn
 
 import lowbit
 from lowbit.command import run
+from lowbit.command.model_source import load_model, load_tokenizer
 from lowbit.evals import evaluation, harness
 from lowbit.evals.cache import Cache, fingerprint
 from lowbit.evals.exam import LETTERS, Question, prompt, read_exam
+from lowbit.evals.perplexity import perplexity
 from lowbit.evals.tasks import MissingDataError, TaskError, read_tasks, suite_of
+from lowbit.evals.texts import read_text
 from tests.models import exam_and_text, word_model, write_exam
 
 REAL = os.environ.get("LOWBIT_EVAL_DATA")
@@ -139,17 +144,106 @@ def test_other_tasks_from_a_folder(tmp_path: Path, loaded: tuple[nn.Module, Any]
         read_tasks(["wikitext"], tmp_path)
 
 
-def test_no_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+LETTERS_OF = {"text": ["w1", "w2", "w3", "w4"], "label": list(LETTERS)}
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "hellaswag": [
+        {"activity_label": "w0", "ctx_a": f"w{i}", "ctx_b": "w1", "ctx": f"w{i} w1", "endings": ["w1", "w2", "w3", "w4"],
+         "label": str(i % 4), "ind": i, "split": "val"} for i in range(6)
+    ],
+    "arc_easy": [{"id": str(i), "question": f"w{i}", "choices": LETTERS_OF, "answerKey": LETTERS[i % 4]} for i in range(6)],
+    "arc_challenge": [{"id": str(i), "question": f"w{i}", "choices": LETTERS_OF, "answerKey": LETTERS[i % 4]} for i in range(6)],
+    "gsm8k": [{"question": f"w{i} w{i}", "answer": f"w{i} #### {i}"} for i in range(6)],
+    "lambada_openai": [{"text": f"w1 w2 w{i}"} for i in range(6)],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
+    """Rows of other tasks with the fields that the hub's have, and an exam beside them."""
+    made = tmp_path_factory.mktemp("rows")
+    for name, some in ROWS.items():
+        write_rows(made / f"{name}.jsonl", some)
+    (made / "test").mkdir()
+    (made / "test" / "words_test.csv").write_bytes((folder / "test" / "words_test.csv").read_bytes())
+    return made
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def test_a_suite_of_many_kinds(rows: Path, loaded: tuple[nn.Module, Any]) -> None:
+    """Choices by letter and by text, last words and written answers, in one go; each with lm-eval's own error of its mean."""
+    suite = read_tasks(["mmlu", "hellaswag", "ai2_arc", "lambada_openai", "gsm8k"], rows, shots=0, limit=4)
+    net, tokenizer = copy.deepcopy(loaded[0]), loaded[1]
+    net.config.max_position_embeddings = 512  # room for the answers that lm-eval lets a model write
+    scores = harness.scores_of(harness.ask(net, tokenizer, suite), suite)
+    assert set(scores) == {"mmlu", "hellaswag", "arc_easy", "arc_challenge", "lambada_openai", "gsm8k"}
+    assert {name: score.metric for name, score in scores.items() if score.metric != "acc"} == {"gsm8k": "exact_match"}
+    for name, score in scores.items():
+        right = score.right
+        assert score.n == len(right) == 4
+        assert score.value == sum(right) / 4, name
+        assert score.stderr == pytest.approx((score.value * (1 - score.value) / 3) ** 0.5), name
+    assert all(isinstance(sample["picked"], str) for sample in scores["gsm8k"].samples)
+    assert {sample["subject"] for sample in scores["mmlu"].samples} == {"words"}
+
+
+def test_solved_examples_come_from_the_split_that_the_task_names(rows: Path, tmp_path: Path) -> None:
+    for name in ("gsm8k", "hellaswag"):
+        write_rows(tmp_path / f"{name}.jsonl", ROWS[name][:2])
+    with pytest.raises(MissingDataError, match=r"no train/gsm8k_train\.jsonl .*split 'train' of openai/gsm8k, or .* 0 shots"):
+        read_tasks(["gsm8k"], tmp_path)  # lm-eval asks it with five
+    with pytest.raises(MissingDataError, match=r"no train/hellaswag_train\.jsonl"):
+        read_tasks(["hellaswag"], tmp_path, shots=1)
+    assert read_tasks(["gsm8k"], tmp_path, shots=0).questions == 2
+    write_rows(tmp_path / "train" / "gsm8k_train.jsonl", ROWS["gsm8k"][2:])
+    task = read_tasks(["gsm8k"], tmp_path, shots=3).tasks["gsm8k"]
+    task.set_fewshot_seed(1234)
+    context = task.fewshot_context(task.eval_docs[0], num_fewshot=3)
+    solved = [f"Question: {row['question']}\nAnswer: {row['answer']}" for row in ROWS["gsm8k"][2:]]
+    *examples, asked = context.split("\n\n")
+    assert asked == "Question: w0 w0\nAnswer:"
+    assert len(set(examples)) == 3
+    assert set(examples) < set(solved)
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.delenv("HTTPS_PROXY", raising=False)
-    monkeypatch.delenv("https_proxy", raising=False)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_no_hub_is_said_at_once(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingDataError, match=r"cais/mmlu on the hub\) cannot be had: .*--data FOLDER"):
         read_tasks(["mmlu_anatomy"])
+    monkeypatch.setattr(evaluation, "compare", lambda *_, **__: pytest.fail("a model was asked for"))
+    assert run(["eval", str(model), "--tasks", "perplexity", "--text", "wikitext"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the text wikitext (Salesforce/wikitext on the hub) cannot be had" in line
+    assert line.endswith("fetch it where there is a network, or give a file with --text FILE")
+
+
+def test_wikitext_is_its_raw_rows_with_blank_lines_between(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    asked: list[Any] = []
+    rows = datasets.Dataset.from_dict({"text": ["", " = Title = \n", "", " One line . \n"]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *what, split: asked.append((*what, split)) or rows)
+    monkeypatch.setattr("lowbit.evals.tasks._has_address", lambda _: True)
+    monkeypatch.chdir(tmp_path)
+    assert read_text("wikitext") == "\n\n = Title = \n\n\n\n\n One line . \n"
+    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
+    (tmp_path / "wikitext").write_text("w1", encoding="utf-8")
+    assert read_text("wikitext") == "w1"
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -218,13 +312,15 @@ metric_list:
 """
 
 
-def command_line(pretrained: Path, tasks: Path, out: Path, *options: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """lm-eval's own command line, in a process of its own: its results and its samples by task."""
+def command_line(
+    pretrained: Path, tasks: Path, out: Path, *options: str, through: Sequence[str] = ()
+) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """lm-eval's own command line, in a process of its own, behind ``through``: its results and its samples by task."""
     names = ",".join(sorted(path.stem for path in tasks.glob("*.yaml")))
     arguments = ["--model", "hf", "--model_args", f"pretrained={pretrained}", "--tasks", names, "--include_path", str(tasks)]
     arguments += ["--device", "cpu", "--output_path", str(out), "--log_samples", *options]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(out / "cache"), "TQDM_DISABLE": "1"}
-    program = [sys.executable, "-m", "lm_eval", *arguments]
+    program = [sys.executable, *through, "-m", "lm_eval", *arguments]
     done = subprocess.run(program, env={**os.environ, **offline}, capture_output=True, text=True, check=False, cwd=out.parent)
     assert done.returncode == 0, done.stderr[-2000:]
     (results,) = out.glob("*/results_*.json")
@@ -236,16 +332,21 @@ def command_line(pretrained: Path, tasks: Path, out: Path, *options: str) -> tup
 
 
 @pytest.mark.slow
-def test_the_same_figures_as_lm_evals_command_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", [None, "int4"])
+def test_the_same_figures_as_lm_evals_command_line(tmp_path: Path, recipe: str | None) -> None:
+    """A quantized folder comes to lm-eval through transformers' loader, and to us by lowbit.load: the same to the last digit."""
+    source, through = evaluation.TOY, ()
+    if recipe is not None:
+        source, through = tmp_path / "quantized", ("-m", "lowbit")
+        assert run(["quantize", str(evaluation.TOY), "--recipe", recipe, "-o", str(source)]) == 0
     for subject in ("astronomy", "botany"):
         (tmp_path / f"exam_{subject}.yaml").write_text(YAML.format(subject=subject, folder=evaluation.TOY_DATA), encoding="utf-8")
-    theirs, asked = command_line(
-        evaluation.TOY, tmp_path, tmp_path / "out", "--limit", "12", "--num_fewshot", "2", "--batch_size", "8"
-    )
+    options = ("--limit", "12", "--num_fewshot", "2", "--batch_size", "8")
+    theirs, asked = command_line(source, tmp_path, tmp_path / "out", *options, through=through)
     suite = read_tasks(["mmlu_astronomy", "mmlu_botany"], evaluation.TOY_DATA, limit=12, shots=2)
-    net = transformers.AutoModelForCausalLM.from_pretrained(evaluation.TOY, dtype="auto").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(evaluation.TOY)
-    ours = harness.ask(net, tokenizer, suite, batch=8)
+    net = load_model(str(source))
+    assert any(isinstance(module, lowbit.QLinear) for module in net.modules()) == (recipe is not None)
+    ours = harness.ask(net, load_tokenizer(str(source)), suite, batch=8)
     for subject in ("astronomy", "botany"):
         mine, other = ours["results"][f"mmlu_{subject}"], theirs["results"][f"exam_{subject}"]
         assert (mine["acc,none"], mine["acc_stderr,none"]) == (other["acc,none"], other["acc_stderr,none"])
@@ -484,10 +585,27 @@ def test_real_questions() -> None:
 @real
 @pytest.mark.slow
 def test_real_perplexity() -> None:
-    from lowbit.evals.perplexity import perplexity
-
-    source = Path(REAL or "") / "models" / "wikibooks-28m"
-    net = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    text = (Path(REAL or "") / "text" / "wikitext2_test.txt").read_text(encoding="utf-8")
-    found = perplexity(net, transformers.AutoTokenizer.from_pretrained(source), text, context=512, limit=120)
+    found = perplexity(*real_model("wikibooks-28m"), read_text(real_text("wikitext2_test.txt")), context=512, limit=120)
     assert found.value == pytest.approx(113.79, rel=1e-3)
+
+
+@real
+def test_real_perplexity_of_stories() -> None:
+    """Each story alone, behind the token for the beginning of a text."""
+    net, tokenizer = real_model("stories260k")
+    stories = [story.strip() for story in read_text(real_text("tinystories.txt")).split("<|endoftext|>") if story.strip()]
+    begun = [f"{tokenizer.bos_token}{story}" for story in stories[:500]]
+    lengths = [min(len(tokenizer(story, add_special_tokens=False)["input_ids"]), 512) for story in begun]
+    found = [perplexity(net, tokenizer, story, context=n, limit=1) for story, n in zip(begun, lengths, strict=True)]
+    loss = sum(each.loss * each.tokens for each in found) / sum(each.tokens for each in found)
+    assert math.exp(loss) == pytest.approx(4.56, rel=1e-3)
+
+
+def real_model(name: str) -> tuple[nn.Module, Any]:
+    source = Path(REAL or "") / "models" / name
+    net = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    return net, transformers.AutoTokenizer.from_pretrained(source)
+
+
+def real_text(name: str) -> Path:
+    return Path(REAL or "") / "text" / name

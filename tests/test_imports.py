@@ -29,8 +29,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "lowbit.scheme": ("lowbit.formats", "lowbit.packing"),
     "lowbit.grid": ("lowbit.scheme", "lowbit.formats"),
     "lowbit.scales": ("lowbit.scheme", "lowbit.grid", "lowbit.formats"),
+    "lowbit.statistics": (),
     "lowbit.algorithms": ("lowbit.algorithms.*",),
-    "lowbit.algorithms.*": ("lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.algorithms.*"),
+    "lowbit.algorithms.*": ("lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.statistics", "lowbit.algorithms.*"),
     # Files know schemas and bytes, and nothing of the tensor.
     "lowbit.checkpoint.tensor_file": (),
     "lowbit.checkpoint.header": (*LEAVES, "lowbit.checkpoint.tensor_file"),
@@ -38,9 +39,10 @@ RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.pickling",
-            "lowbit.weight", "lowbit.linear", "lowbit.embedding", "lowbit.layers", "lowbit.calibrate",
-            "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api",
-            "lowbit.command", "lowbit.command.*", "lowbit.environment",
+            "lowbit.weight", "lowbit.linear", "lowbit.embedding", "lowbit.layers", "lowbit.calibration",
+            "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
+            "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api", "lowbit.methods",
+            "lowbit.__main__", "lowbit.command", "lowbit.command.*", "lowbit.environment",
             "lowbit.pretrained", "lowbit.pretrained.*",
             "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.skeleton",
         ),
@@ -56,7 +58,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 # Which packages from elsewhere a module may import, where that is a rule too.
 OTHERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*LEAVES, "lowbit.algorithms*"), ("torch",)),
+    **dict.fromkeys((*LEAVES, "lowbit.statistics", "lowbit.algorithms*"), ("torch",)),
     "lowbit_kernels.triton*": ("torch", "triton"),
     "lowbit_kernels*": ("torch",),
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from torch import nn
 
 import lowbit
 from lowbit.command import run
+from lowbit.evals import demo, evaluation
+from lowbit.evals.cache import Answers
 from lowbit.evals.evaluation import TOY, TOY_DATA
+from tests.mishaps import room_for, unread
 
 QUESTION = "Which?,one,two,three,four,A\n"
 MEGABYTE = 1 << 20
@@ -29,16 +33,6 @@ def lines_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str
     assert code in (1, 2)
     assert captured.out == ""
     return captured.err.splitlines()
-
-
-def in_a_process(*arguments: object, limit: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
-    """``lowbit`` as a program of its own, within limits of the operating system."""
-    command = [sys.executable, "-c", "from lowbit.command import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=limit)
-
-
-def limited(kind: int, size: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(kind, (size, size))
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -103,13 +97,19 @@ def test_a_line_of_hundreds_of_megabytes_takes_neither_memory_nor_minutes(exam: 
     path = exam / "test" / f"spoilt_test.{ending}"
     with path.open("wb") as table:
         table.truncate(300 * MEGABYTE)  # zeros that take no room on the disk
-    arguments = ("eval", TOY, "--tasks", "mmlu", "--data", exam, "--recipes", "int8")
-    done = in_a_process(*arguments, limit=limited(resource.RLIMIT_CPU, 60))
+    arguments = [str(argument) for argument in ("eval", TOY, "--tasks", "mmlu", "--data", exam, "--recipes", "int8")]
+    code = (
+        "import re, sys; from lowbit.command import run; code = run(sys.argv[1:]); "
+        "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True, text=True, timeout=120, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (60, 60)),
+    )  # fmt: skip
     assert done.returncode == 1
-    assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert str(path) in line
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1 << 20  # KiB
+    assert int(done.stdout) < 1 << 20  # KiB
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -144,29 +144,70 @@ def test_what_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], nam
 
 
 @pytest.mark.parametrize(("size", "older"), [(1 << 10, False), (MEGABYTE, True)], ids=["even the tokenizer", "the weights"])
-def test_a_disk_without_room_for_a_model(tmp_path: Path, size: int, older: bool) -> None:
+def test_a_disk_without_room_for_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int, older: bool) -> None:
     out = tmp_path / "out"
     if older:
         assert run(["quantize", str(TOY), "--recipe", "int4", "-o", str(out)]) == 0
+        capsys.readouterr()
     before = {path.name: path.read_bytes() for path in out.glob("*")}
-    done = in_a_process("quantize", TOY, "--recipe", "int8", "-o", out, limit=limited(resource.RLIMIT_FSIZE, size))
-    assert done.returncode == 1
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    with room_for(size):
+        (line,) = lines_of(capsys, "quantize", TOY, "--recipe", "int8", "-o", out)
     assert str(out) in line
     assert "File too large" in line
     assert {path.name: path.read_bytes() for path in out.glob("*")} == before
     assert out.exists() == older
 
 
-def test_a_disk_without_room_for_a_report(tmp_path: Path) -> None:
+def test_a_disk_without_room_for_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
-    arguments = ("bench", "host", "--schemes", "int8", "--batches", "1", "--report", report)
-    done = in_a_process(*arguments, limit=limited(resource.RLIMIT_FSIZE, 16))
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert f"File too large: '{report}'" in line
+    with room_for(16):
+        (line,) = lines_of(capsys, "bench", "host", "--schemes", "int8", "--batches", "1", "--report", report)
+    assert line == f"lowbit: error: {report}: File too large"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("size", "file"), [(16, "weights-"), (2048, "answers-")])
+def test_a_disk_without_room_for_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, size: int, file: str
+) -> None:
+    monkeypatch.setattr(evaluation, "_file_bytes", lambda model: 0)  # temporary files lie on another disk
+    out = tmp_path / "out"
+    arguments = ("eval", TOY, "--tasks", "mmlu", "--data", TOY_DATA, "--recipes", "", "--limit", 2, "--out", out)
+    with room_for(size):
+        (line,) = lines_of(capsys, *arguments)
+    assert line.startswith(f"lowbit: error: {out / 'cache'}")
+    assert file in line
+    assert line.endswith(": File too large")
+    assert {path.name for path in out.iterdir()} == {"cache"}
+    assert [path for path in out.rglob(".*") if path.is_file()] == []  # nothing of a temporary name
+
+    assert run([*map(str, arguments)]) == 0  # with room it goes on
+    again = tmp_path / "again"
+    assert run([*map(str, arguments[:-1]), str(again)]) == 0
+    found, expected = (json.loads((folder / "eval.json").read_text())["outcomes"][0]["tasks"] for folder in (out, again))
+    assert found == expected
+
+
+def test_answers_that_were_cut_short_are_asked_again(tmp_path: Path) -> None:
+    path, answers = tmp_path / "answers.jsonl", {"a": (-1.5, True), "b": "words\n", "c": -0.25}
+    with Answers(path) as store:
+        for key, answer in answers.items():
+            store[key] = answer
+    content = path.read_bytes()
+    assert content.count(b"\n") == 3
+    for stop in range(len(content)):
+        path.write_bytes(content[:stop])
+        with Answers(path) as store:
+            assert {key: store[key] for key in answers if key in store} == dict(
+                [*answers.items()][: content[: stop + 1].count(b"\n")]
+            )
+            for key, answer in answers.items():
+                store[key] = answer
+        with Answers(path) as store:
+            assert {key: store[key] for key in answers} == answers
+    path.write_bytes(b"null\n3\n[[], 1]\n\xff\n" + content)
+    with Answers(path) as store:
+        assert {key: store[key] for key in answers} == answers
 
 
 def test_further_files_are_part_of_a_save(tmp_path: Path) -> None:
@@ -199,37 +240,61 @@ def test_further_files_are_part_of_a_save(tmp_path: Path) -> None:
 def piped(shell: str) -> subprocess.CompletedProcess[str]:
     """A shell's line in which LOWBIT stands for the program; the exit code is that of the program."""
     program = f"{sys.executable} -c 'from lowbit.command import main; main()'"
-    line = f"set -o pipefail; {shell.replace('LOWBIT', program)}"
+    line = f"{shell.replace('LOWBIT', program)}; exit ${{PIPESTATUS[0]}}"
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("command", ["formats", "formats --json"])
-def test_a_full_disk_behind_stdout(command: str) -> None:
-    done = piped(f"LOWBIT {command} > /dev/full")
-    assert (done.returncode, done.stderr) == (1, "lowbit: error: the output cannot be written: No space left on device\n")
+@pytest.mark.parametrize(
+    ("line", "code", "stderr"),
+    [
+        ("LOWBIT formats | true", 1, ""),
+        ("LOWBIT formats > /dev/full", 1, "lowbit: error: the output cannot be written: No space left on device\n"),
+        ("LOWBIT formats <&- >&- 2>&-", 0, ""),
+        ("LOWBIT nonsense 2> /dev/full", 2, ""),
+    ],
+)
+def test_streams_that_take_nothing(line: str, code: int, stderr: str) -> None:
+    done = piped(line)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", stderr)
 
 
-def test_streams_that_are_closed() -> None:
-    done = piped("LOWBIT formats >&-")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert piped("LOWBIT inspect /absent 2>&-").returncode == 1
-    assert piped("LOWBIT formats | true").stderr == ""
+EVAL = ["eval", str(TOY), "--tasks", "mmlu", "--data", str(TOY_DATA), "--recipes", "", "--limit", "1"]
 
 
 @pytest.mark.parametrize(
-    "command",
+    "arguments",
     [
-        f"eval {TOY} --tasks mmlu --data {TOY_DATA} --recipes '' --limit 1",
-        f"plan {TOY}",
-        "bench host --schemes int8 --batches 1",
+        EVAL,
+        ["demo", "--limit", "1"],
+        ["plan", str(TOY)],
+        ["bench", "host", "--schemes", "int8", "--batches", "1"],
     ],
-    ids=["eval", "plan", "bench"],
+    ids=lambda arguments: arguments[0],
 )
-def test_a_reader_that_leaves(command: str) -> None:
-    done = piped(f"LOWBIT {command} | true")
-    assert done.stderr == ""
-    assert done.returncode in (0, 1)
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["text", "json"])
+def test_a_reader_that_leaves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], flags: list[str]
+) -> None:
+    monkeypatch.setattr(demo, "run", functools.partial(demo.run, recipes=()))
+    report = tmp_path / "report.json"
+    if arguments[0] in ("eval", "demo", "bench"):
+        arguments = [*arguments, "--report", str(report)]
+    with unread() as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        assert run([*arguments, *flags]) == 1
+    assert capsys.readouterr().err == ""
+    if "--report" in arguments:  # which was asked for before anybody left
+        assert report.read_text().endswith("}\n")
+
+
+def test_remarks_that_nobody_takes_cost_no_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with unread() as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        assert run([*EVAL, "--out", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "eval.json").read_text())
 
 
 # ---- sizes that mean nothing -----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 
 import lowbit
 from lowbit import CheckpointError, QEmbedding, QLinear
-from lowbit.pretrained import stream
+from lowbit.pretrained import quantizer, stream
 
 ROOT = Path(__file__).resolve().parent.parent
 TOY = ROOT / "evals" / "toy" / "model"
@@ -323,6 +324,14 @@ def test_a_weight_that_is_no_number(floats, tmp_path):
     (tmp_path / "config.json").write_bytes((floats / "untied" / "config.json").read_bytes())
     config = lowbit.Config("int4")
     refused(ValueError, r"layers\.1\.mlp\.up_proj\.weight holds 1 NaN", lambda: read(tmp_path, quantization_config=config))
+
+
+def test_a_transformers_that_is_too_old(toy, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.8.1")
+    refused(ImportError, r"transformers 5\.8\.1 cannot load weights of lowbit: upgrade it to 5\.9", lambda: read(toy))
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    asked = set(re.findall(r'"transformers>=([\d.]+)"', pyproject))
+    assert asked == {".".join(map(str, quantizer.OLDEST))}
 
 
 # ---- importing -------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def dense_twin(model: nn.Module, quantized: nn.Module) -> nn.Module:
     return twin
 
 
-@pytest.mark.parametrize("name", [name for name in api.__all__ if "dynamic" not in name])
+@pytest.mark.parametrize("name", [name for name in api.__all__ if "activation" not in name])
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_every_factory_computes_with_the_weights_it_stores(name, make):
     model = make()

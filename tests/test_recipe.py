@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import lowbit
-from lowbit import SCHEMES, Recipe, Rule, Scheme, Target, api, quantize_
+from lowbit import SCHEMES, Recipe, Rule, Scheme, Target, api, methods, quantize_
+from lowbit.algorithms import ROUNDERS, Rounder
+from lowbit.algorithms.rtn import rtn
 from lowbit.evals import recipes, tables
 from lowbit.evals.evaluation import TOY, TOY_TEXT, Material
 from lowbit.recipe import block_counts
@@ -229,3 +231,80 @@ def test_activation_by_name_has_float32_scales():
 def test_a_scheme_that_is_named_wrongly_says_what_is_wrong():
     with pytest.raises(ValueError, match="group_size must be"):
         Recipe.parse("int4_g0")
+
+
+# ---- rounders and their options --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def careful(monkeypatch) -> None:
+    """A rounder with options, of which nothing else has to be known here."""
+
+    def careful(weight, scheme, statistics=None, *, damping=0.01, order="activation", static=True):
+        return rtn(weight, scheme)
+
+    monkeypatch.setitem(ROUNDERS, "careful", Rounder(careful, needs_statistics=False))
+
+
+OPTIONS = st.fixed_dictionaries(
+    {}, optional={"damping": st.floats(0, 1), "order": st.sampled_from(["activation", "no"]), "static": st.booleans()}
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(OPTIONS, st.sampled_from(["token", "static"]))
+def test_options_survive_yaml_and_json(careful, options, scale):
+    activation = Scheme("int8", scale="fp32")
+    target = Target(SCHEMES["int3"], activation, "careful", options=tuple(options.items()), activation_scale=scale)
+    assert dict(target.options) == options
+    assert hash(target) == hash(Target.of(target.to_dict()))
+    recipe = Recipe.of({"*q_proj": target, "*": "int4"})
+    for text in (recipe.to_yaml(), recipe.to_json()):
+        assert Recipe.from_text(text).rules == recipe.rules
+
+
+def test_a_rounder_is_named_around_anything_else(careful):
+    target = Target(SCHEMES["int3"], rounder="careful", options=(("damping", 0.05), ("static", False)))
+    assert Recipe.parse("careful(int3, damping=0.05, static=false)").rules == (Rule("*", target),)
+    assert Recipe.parse("careful(int3, damping=1e-5)").rules[0].target.options == (("damping", 1e-5),)
+    assert Recipe.of({"lm_head": "careful(int3)"}).rules[0].target == Target(SCHEMES["int3"], rounder="careful")
+    shipped = Recipe.parse("three_and_a_half_bits")
+    assert any(rule.target.scales == "mse" for rule in shipped.rules)
+    changed = shipped.rounded_by("careful", damping=0.5).rules
+    assert [(rule.pattern, rule.target.weight) for rule in changed] == [(r.pattern, r.target.weight) for r in shipped.rules]
+    assert {rule.target.options for rule in changed} == {(("damping", 0.5),)}
+    assert "careful damping=0.05 static=False" in str(target)
+
+
+def test_what_is_no_option_is_refused_with_those_there_are(careful):
+    with pytest.raises(ValueError, match="careful has no option dampening; there are damping, order, static"):
+        Target(SCHEMES["int3"], rounder="careful", options=(("dampening", 1),))
+    with pytest.raises(ValueError, match="rtn has no option damping; it takes none"):
+        Recipe.parse("rtn(int3, damping=1)")
+    with pytest.raises(ValueError, match="must be a number, true, false or a word, got \\[1\\]"):
+        Recipe.parse("careful(int3, damping=[1])")
+    with pytest.raises(ValueError, match=r"spelled name=value, got '0\.05'"):
+        Recipe.parse("careful(int3, 0.05)")
+    with pytest.raises(ValueError, match="chooses scales of its own"):
+        Target(SCHEMES["int3"], rounder="careful", scales="mse")
+    with pytest.raises(ValueError, match="no rounder named 'careless'"):
+        Recipe.parse("careless(int3)")
+    with pytest.raises(ValueError, match="activation_scale must be token or static, got 'row'"):
+        Target(SCHEMES["int8"], activation_scale="row")
+    with pytest.raises(ValueError, match="goes with an activation scheme"):
+        Target(SCHEMES["int8"], activation_scale="static")
+    with pytest.raises(ValueError, match="options must be names and values"):
+        Recipe.from_text("rules: [{match: '*', weight: int3, rounder: careful, options: [1]}]")
+
+
+@pytest.mark.parametrize("name", methods.__all__)
+def test_every_method_is_a_rounder_in_one_line(name):
+    method = getattr(methods, name)
+    expected = Target(SCHEMES["int3"], rounder=name)
+    assert method("int3") == method(SCHEMES["int3"]) == method(api.int3_weight_only()) == expected
+    recipe = method({"lm_head": None, "*": "int3"})
+    assert recipe.rules == (Rule("lm_head", None), Rule("*", expected))
+    for option, value in ROUNDERS[name].options.items():
+        assert dict(method("int3", **{option: value}).options) == {option: value}
+    with pytest.raises(ValueError, match=f"{name} has no option nonsense"):
+        method("int3", nonsense=1)

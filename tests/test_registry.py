@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lowbit_kernels.ops  # noqa: F401 - defines the operators
 from lowbit.scheme import Scheme
-from lowbit_kernels import registry
+from lowbit_kernels import crossovers, registry
 from lowbit_kernels.registry import Call, Kernel, NoKernelError, explain, kernels, register, select, strict, trace
 
 INT4 = Scheme.parse("uint4:g32:zint:bf16")
@@ -52,6 +52,19 @@ def test_the_first_row_that_takes_the_call_runs() -> None:
     assert select(call(9)).name == "large"
     assert select(call(9, scheme=Scheme.parse("int8"))).name == "reference_linear"
     assert select(call(0)).name == "reference_linear"
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize(
+    ("measured", "row"), [("large", "large"), ("small", "small"), ("reference_linear", "reference_linear"), ("gone", "small")]
+)
+def test_a_row_that_was_measured_to_be_faster_runs_first(measured, row, monkeypatch) -> None:
+    monkeypatch.setattr(crossovers, "fastest", lambda *call: measured)
+    registry._select.cache_clear()
+    assert select(call(1)).name == row
+    assert select(call(0)).name == "reference_linear"
+    with strict("small"):
+        assert select(call(1)).name == "small"
 
 
 @pytest.mark.usefixtures("rows")

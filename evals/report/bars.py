@@ -121,10 +121,15 @@ def speeds(runs: Runs, width: int) -> Figure | None:
     """Tokens per second of each recipe; weights per second of each kernel beside the time that reading its bytes takes."""
     tokens = [(entry, finite(entry.part("speed").get("tokens_per_second"))) for entry in runs.entries]
     tokens = [(entry, value) for entry, value in tokens if value]
-    panels = [panel for run, result in enumerate(runs.results) for panel in _gemv_panels(runs, run, result.get("gemv"))]
+    devices = [figures.get("device") for _, figures in runs.speeds]
+    panels = [
+        panel
+        for name, figures in runs.speeds
+        for panel in _gemv_panels(name if devices.count(figures.get("device")) > 1 else "", figures)
+    ]
     if not tokens and not panels:
         return None
-    heights = [52 + _ROW * len(tokens)] * bool(tokens) + [66 + _ROW * len(rows) for _, rows in panels]
+    heights = [52 + _ROW * len(tokens)] * bool(tokens) + [66 + 16 * (width < 500) + _ROW * len(rows) for _, rows in panels]
     figure = canvas(width, sum(heights))
     places = iter(figure.add_gridspec(len(heights), 1, height_ratios=heights))
     if tokens:
@@ -142,21 +147,21 @@ def speeds(runs: Runs, width: int) -> Figure | None:
     return figure
 
 
-def _gemv_panels(runs: Runs, run: int, figures: dict[str, Any] | None) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The largest weight at up to three numbers of rows of x, as (title, rows)."""
-    rows = [row for row in (figures or {}).get("rows", ()) if row["billion_weights_per_second"] > 0 and row["limit_us"] > 0]
+def _gemv_panels(name: str, figures: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The largest weight at up to three numbers of rows of x, as (title, rows); ``name`` tells one device's from each other."""
+    rows = [row for row in figures["rows"] if row["billion_weights_per_second"] > 0 and row["limit_us"] > 0]
     if not rows:
         return []
     n, k = max(((row["n"], row["k"]) for row in rows), key=lambda shape: (shape[0] * shape[1], shape))
     here = [row for row in rows if (row["n"], row["k"]) == (n, k)]
-    where = ", ".join(part for part in (clean(figures.get("device") or "", 40), runs.letters[run]) if part)
+    where = ", ".join(part for part in (short(clean(figures.get("device") or ""), 26), short(name, 16)) if part)
     return [
         (f"M = {m}, {n} x {k}: {where}", [row for row in here if row["m"] == m]) for m in sorted({row["m"] for row in here})[:3]
     ]
 
 
 def _gemv(axes: Any, title: str, rows: list[dict[str, Any]], width: int) -> None:
-    axes.set_title(title)
+    axes.set_title(title if width > 500 else title.replace(": ", "\n", 1))
     _rows(axes, [short(clean(row["scheme"]), 22 if width > 500 else 15) for row in rows])
     axes.set_xscale("log")
     got = [row["billion_weights_per_second"] for row in rows]
@@ -171,7 +176,8 @@ def _gemv(axes: Any, title: str, rows: list[dict[str, Any]], width: int) -> None
         )
     low, high = min(*got, *limits), max(*got, *limits)
     axes.set_xlim(low / 1.4, high * (high / low) ** (0.3 if width > 500 else 1.1) * (1.9 if width > 500 else 3.5))
-    ticks = [step * 10**power for power in range(-4, 7) for step in (1, 3) if low / 1.3 <= step * 10**power <= high * 1.1]
+    steps = (1, 3) if width > 500 else (1,)
+    ticks = [step * 10**power for power in range(-4, 7) for step in steps if low / 1.3 <= step * 10**power <= high * 1.1]
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

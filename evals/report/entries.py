@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,15 +83,19 @@ class Change:
 
 @dataclass(frozen=True)
 class Runs:
-    """All runs of a report: ``entries`` in the order of the first run's recipes, the same recipe of each run together."""
+    """All runs of a report: ``entries`` in the order of the first run's recipes, the same recipe of each run together.
+
+    ``speeds``: weights per second, by what they are called: those of a run by its letter, others by their file.
+    """
 
     results: list[dict[str, Any]]
     names: list[str]
     entries: list[Entry]
+    speeds: list[tuple[str, dict[str, Any]]]
 
     @staticmethod
-    def of(results: Sequence[dict[str, Any]], names: Sequence[str]) -> Runs:
-        """``names``: what each run is called in words."""
+    def of(results: Sequence[dict[str, Any]], names: Sequence[str], speeds: Mapping[str, dict[str, Any]] | None = None) -> Runs:
+        """``names``: what each run is called in words; ``speeds``: figures of ``lowbit bench gemv`` by their names."""
         letters = [chr(65 + i % 26) + (str(i // 26) if i >= 26 else "") for i in range(len(results))]
         made = [
             Entry(i, letters[i] if len(results) > 1 else "", outcome)
@@ -100,7 +104,11 @@ class Runs:
         ]
         order = list(dict.fromkeys(entry.outcome["recipe"] for entry in made))
         entries = sorted(made, key=lambda entry: order.index(entry.outcome["recipe"]))
-        return Runs(list(results), [clean(name) for name in names], entries)
+        measured = [
+            (letter if len(results) > 1 else "", r["gemv"]) for letter, r in zip(letters, results, strict=True) if r.get("gemv")
+        ]
+        given = [(clean(name), figures) for name, figures in (speeds or {}).items()]
+        return Runs(list(results), [clean(name) for name in names], entries, measured + given)
 
     @property
     def letters(self) -> list[str]:

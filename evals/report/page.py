@@ -15,6 +15,7 @@ from .bars import median_decibels, megabytes
 from .charts import Chart
 from .entries import Entry, Runs, called, clean, finite
 from .histograms import chosen
+from .labels import short
 
 __all__ = ["render"]
 
@@ -34,6 +35,11 @@ def render(runs: Runs, charts: Mapping[str, Chart]) -> str:
         title=" and ".join(models),
         models=models,
         runs=[_run(runs, i) for i in range(len(runs.results))],
+        speeds=[
+            {"name": name, "device": clean(figures.get("device") or "unknown"), **_origin(figures)}
+            for name, figures in runs.speeds
+            if "versions" in figures
+        ],
         several=len(runs.results) > 1,
         lead=words.lead(runs),
         verdicts=[row for entry in runs.entries if (row := _verdict(entry, runs)) is not None],
@@ -42,7 +48,9 @@ def render(runs: Runs, charts: Mapping[str, Chart]) -> str:
         rows=[_row(entry, runs) for entry in runs.entries],
         has=_measured(runs),
         charts=shown,
-        decibels=[(e.label, f"{m:.1f}") for e in runs.entries if (m := median_decibels(e)) is not None],
+        decibels=[
+            (f"{short(e.recipe)} {e.letter}".rstrip(), f"{m:.1f}") for e in runs.entries if (m := median_decibels(e)) is not None
+        ],
         histograms=(len(chosen(runs)), sum(len(e.outcome.get("histograms") or ()) for e in runs.entries)),
         receipt=[row for entry in runs.entries for row in _receipt(entry)],
         subjects=_subjects(runs),
@@ -58,7 +66,7 @@ def _breakable(text: str) -> Markup:
 def _run(runs: Runs, index: int) -> dict[str, Any]:
     result = runs.results[index]
     origin = result.get("origin") or {}
-    cpu, versions = origin.get("cpu") or {}, origin.get("versions") or {}
+    cpu = origin.get("cpu") or {}
     threads = f"{cpu.get('name') or 'processor unknown'}, {cpu.get('threads') or '?'} threads"
     first = result["outcomes"][0]
     asked = [f"{clean(name)} ({task['n']:,} questions)" for name, task in (first.get("tasks") or {}).items()]
@@ -69,12 +77,19 @@ def _run(runs: Runs, index: int) -> dict[str, Any]:
         "letter": runs.letters[index],
         "name": runs.names[index],
         "model": called(result),
-        "date": clean(origin.get("date") or result.get("date") or "no date"),
         "machine": clean(", ".join([*(origin.get("gpus") or ()), threads])),
-        "versions": clean(", ".join(f"{name} {version}" for name, version in versions.items())),
-        "commit": clean(origin.get("commit") or ""),
+        **_origin({"date": result.get("date"), **origin}),
         "measured": "; ".join(asked) or "no task",
         "seconds": "" if finite(result.get("seconds")) is None else f"{result['seconds']:,.0f} s",
+    }
+
+
+def _origin(of: dict[str, Any]) -> dict[str, str]:
+    """When and with what something was measured."""
+    return {
+        "date": clean(of.get("date") or "no date"),
+        "versions": clean(", ".join(f"{name} {version}" for name, version in (of.get("versions") or {}).items())),
+        "commit": clean(of.get("commit") or ""),
     }
 
 
@@ -101,7 +116,7 @@ def _measured(runs: Runs) -> dict[str, bool]:
         "needed": any(d is not None and d.get("questions_for_one_point") is not None for d in compared),
         "kernels": any(e.part("kernels") for e in entries),
         "speed": any(e.part("speed") for e in entries),
-        "gemv": any(result.get("gemv") for result in runs.results),
+        "gemv": bool(runs.speeds),
     }
 
 
@@ -115,7 +130,7 @@ def _row(entry: Entry, runs: Runs) -> dict[str, Any]:
         "bits": words.number(entry.bits),
         "file": words.NONE if size is None else megabytes(size),
         "perplexity": words.number(perplexity.get("value"), 3 if (finite(perplexity.get("value")) or 100) < 100 else 1),
-        "kl": words.number(divergence.get("kl"), 4),
+        "kl": words.figures(divergence.get("kl")),
         "agreement": words.NONE if agreement is None else f"{100 * agreement:.1f}",
         "kernels": [
             ", ".join(clean(k) for k in entry.part("kernels").get(when) or ()) or "torch" for when in ("decode", "prompt")

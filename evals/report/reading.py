@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FORMAT", "ReportError", "check", "read_result"]
+__all__ = ["FORMAT", "ReportError", "check", "check_speeds", "is_speeds", "read_json"]
 
 FORMAT = "lowbit-eval/1"
 """What stands under ``format`` in a result that :func:`check` takes."""
@@ -44,12 +44,14 @@ _GEMV_ROW = {
     "scheme": "text", "kernel?": "text", "m": "count", "n": "count", "k": "count", "billion_weights_per_second": "number",
     "limit_us": "number", "fraction_of_limit": "number",
 }  # fmt: skip
+_GEMV = {"device?": "text", "dtype?": "text", "rows": [_GEMV_ROW]}
+_ORIGIN = {
+    "date?": "text", "commit?": "text", "versions?": {"*": "text"}, "cpu?": {"name?": "text", "threads?": "count"},
+    "gpus?": ["text"],
+}  # fmt: skip
 _RESULT = {
-    "format": "text", "model": "text", "tasks?": ["text"], "date?": "text", "seconds?": "number",
-    "origin?": {"date?": "text", "commit?": "text", "versions?": {"*": "text"}, "cpu?": {"name?": "text", "threads?": "count"},
-                "gpus?": ["text"]},
-    "outcomes": [_OUTCOME],
-    "gemv?": {"device?": "text", "dtype?": "text", "rows": [_GEMV_ROW]},
+    "format": "text", "model": "text", "tasks?": ["text"], "date?": "text", "seconds?": "number", "origin?": _ORIGIN,
+    "outcomes": [_OUTCOME], "gemv?": _GEMV,
 }  # fmt: skip
 
 
@@ -67,16 +69,24 @@ _LEAVES = {
 }
 
 
-def read_result(path: str | Path) -> dict[str, Any]:
-    """The result in the file ``path``; :class:`ReportError` names the file, and the field where one is wrong."""
+def read_json(path: str | Path) -> Any:
+    """What the file ``path`` holds; :class:`ReportError` names it where it cannot be read."""
     try:
-        result = json.loads(Path(path).read_bytes())
+        return json.loads(Path(path).read_bytes())
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is no JSON: {error}") from None
-    check(result, str(path))
-    return result
+
+
+def is_speeds(found: Any) -> bool:
+    """Whether ``found`` is of ``lowbit bench gemv`` rather than of ``lowbit eval``."""
+    return isinstance(found, dict) and "format" not in found and "rows" in found
+
+
+def check_speeds(figures: Any, name: str) -> None:
+    """:class:`ReportError` where ``figures`` are none of ``lowbit bench gemv``, as of :func:`check`."""
+    _check(figures, {**_ORIGIN, **_GEMV}, name, "")
 
 
 def check(result: Any, name: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from .bars import megabytes
 from .entries import Change, Entry, Runs, clean, finite
 
-__all__ = ["NONE", "beyond_chance", "change", "lead", "number", "points", "probability", "verdict"]
+__all__ = ["NONE", "beyond_chance", "change", "figures", "lead", "number", "points", "probability", "verdict"]
 
 NONE = "\u2013"
 """What stands where nothing was measured."""
@@ -23,6 +25,15 @@ def number(value: Any, digits: int = 2) -> str:
     if value != 0 and (abs(value) >= 1e5 or abs(value) < 10.0**-digits):
         return f"{value:.1e}".replace("-", "\u2212")
     return f"{value:,.{digits}f}".replace("-", "\u2212")
+
+
+def figures(value: Any) -> str:
+    """``value`` to three figures, without a power of ten down to millionths."""
+    if value == 0:
+        return "0"
+    if finite(value) is None or not 1e-6 <= abs(value) < 1e5:
+        return number(value)
+    return number(value, max(0, 2 - math.floor(math.log10(abs(value)))))
 
 
 def points(value: Any, sign: bool = True) -> str:
@@ -45,6 +56,11 @@ def beyond_chance(difference: dict[str, Any]) -> bool:
         if difference.get(key) is not None:
             return bool(difference[key] < _LEVEL)
     return bool(difference["low"] > 0 or difference["high"] < 0)
+
+
+def in_doubt(difference: dict[str, Any]) -> bool:
+    """Whether the interval by itself tells a loss, and the correction for all recipes does not."""
+    return not beyond_chance(difference) and (finite(difference["high"]) or 0.0) < 0
 
 
 def saving(entry: Entry, runs: Runs) -> str:
@@ -74,7 +90,8 @@ def verdict(entry: Entry, task: str) -> tuple[str, str, bool] | None:
     adjusted = difference.get("holm") is not None
     p = difference["holm"] if adjusted else difference.get("mcnemar")
     how = "" if p is None else f" ({'adjusted ' if adjusted else ''}p {'' if p < 0.001 else '= '}{probability(p)})"
-    return finding(difference, clean(task, 40)), f"{'beyond' if sure else 'within'} chance{how}", sure
+    found = "beyond chance" if sure else "in doubt" if in_doubt(difference) else "within chance"
+    return finding(difference, clean(task, 40)), f"{found}{how}", sure
 
 
 def lead(runs: Runs) -> list[str]:
@@ -95,11 +112,12 @@ def lead(runs: Runs) -> list[str]:
 
 
 def _compared(compared: list[Entry], runs: Runs) -> list[str]:
-    def lossy(entry: Entry) -> bool:
-        found = [entry.difference(task) for task in runs.tasks]
-        return any(d is not None and d["difference"] < 0 and beyond_chance(d) for d in found)
+    def any_of(entry: Entry, holds: Callable[[dict[str, Any]], bool]) -> bool:
+        return any(holds(d) for task in runs.tasks if (d := entry.difference(task)) is not None)
 
-    kept, lost = [e for e in compared if not lossy(e)], [e for e in compared if lossy(e)]
+    lost = [e for e in compared if any_of(e, lambda d: d["difference"] < 0 and beyond_chance(d))]
+    doubtful = [e for e in compared if e not in lost and any_of(e, in_doubt)]
+    kept = [e for e in compared if e not in lost and e not in doubtful]
     if kept:
         best = min(kept, key=lambda entry: (entry.bits, -_mean(entry, runs)))
         which = (
@@ -109,10 +127,9 @@ def _compared(compared: list[Entry], runs: Runs) -> list[str]:
         )
     else:
         best = max(compared, key=lambda entry: _mean(entry, runs))
+        chance = "perhaps beyond chance" if doubtful else "beyond chance"
         which = (
-            f"the best of {len(compared)} recipes, which all lose beyond chance"
-            if len(compared) > 1
-            else "worse than float beyond chance"
+            f"the best of {len(compared)} recipes, which all lose {chance}" if len(compared) > 1 else f"worse than float {chance}"
         )
     found = [finding(d, clean(task, 40)) for task in runs.tasks if (d := best.difference(task))]
     size = saving(best, runs)
@@ -120,9 +137,10 @@ def _compared(compared: list[Entry], runs: Runs) -> list[str]:
         f"{best.recipe} ({best.bits:.2f} bits) is {which}: it {' and '.join(found)}{f'; its file is {size}' if size else ''}."
     ]
     if kept and lost:
-        listed = ", ".join(entry.recipe for entry in lost[:6]) + (f" and {len(lost) - 6} more" if len(lost) > 6 else "")
-        said.append(f"Losses beyond chance: {listed}.")
-    elif kept and len(compared) > 1:
+        said.append(f"Losses beyond chance: {_listed(lost)}.")
+    if kept and doubtful:
+        said.append(f"Losses in doubt, beyond chance only where each recipe is looked at alone: {_listed(doubtful)}.")
+    if len(kept) == len(compared) > 1:
         said.append(f"None of the {len(compared)} recipes loses beyond chance.")
     needs = [d for task in runs.tasks if (d := best.difference(task)) and (finite(d.get("questions_for_one_point")) or 0) > 0]
     if kept and needs:
@@ -132,6 +150,10 @@ def _compared(compared: list[Entry], runs: Runs) -> list[str]:
             f"{_rounded(most['questions_for_one_point'])} questions more than the {most['n']:,} that were asked."
         )
     return said
+
+
+def _listed(entries: list[Entry]) -> str:
+    return ", ".join(entry.recipe for entry in entries[:6]) + (f" and {len(entries) - 6} more" if len(entries) > 6 else "")
 
 
 def _mean(entry: Entry, runs: Runs) -> float:

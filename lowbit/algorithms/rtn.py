@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..grid import Scales, to_codes
+from ..grid import to_codes
 from ..scales import choose
 from ..scheme import Scheme
+from ..statistics import Statistics
+from .rounder import Rounded
 
 __all__ = ["rtn"]
 
 
-def rtn(w: Tensor, scheme: Scheme, method: str = "range", outer: Tensor | None = None) -> tuple[Tensor, Scales]:
-    """Codes (uint8, shape of ``w``) and scales of ``w`` [..., N, K] (float32 or float64), each weight rounded alone.
+def rtn(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None, *, scales: str = "range") -> Rounded:
+    """Each number of ``weight`` [N, K] (float32 or float64, finite) rounded alone; ``statistics`` are not looked at.
 
-    ``method`` and ``outer`` as in :func:`lowbit.scales.choose`.
+    ``scales``: ``"range"`` or ``"mse"``, as ``method`` of :func:`lowbit.scales.choose`.
     """
-    scales = choose(w, scheme, method, outer)
-    return to_codes(w, scheme, scales), scales
+    chosen = choose(weight, scheme, scales)
+    return Rounded(to_codes(weight, scheme, chosen), chosen)

@@ -46,6 +46,7 @@ class Assembly:
         self._kept: list[_Slot] = []
         self._rebound: list[tuple[nn.Module, str, _Slot]] = []
         self._tensors: dict[str, Tensor] = {}
+        self._packings: dict[str, tuple[int, int] | None] = {}
         self._as_parameters: dict[str, nn.Parameter] = {}
         self._shared = frozenset(self._header.aliases.values())
         self._visit("", model)
@@ -191,6 +192,8 @@ class Assembly:
 
     def _fetch(self, path: str, like: Tensor, packing: tuple[int, int] | None = None) -> None:
         stored = self._stored(path)
+        if self._packings.setdefault(stored, packing) != packing:
+            self._refuse(path, f"shares the tensor {stored} with another name that has its codes packed otherwise")
         if stored in self._tensors:
             return
         device = self._device or (torch.device("cpu") if like.is_meta else like.device)

@@ -36,12 +36,17 @@ class _Item(NamedTuple):
 class Inventory:
     """The ``tensors`` of ``model`` and the ``header`` that describes them.
 
+    ``absent(name)`` gives a tensor that the model has on the meta device alone, as it is to be stored; tensors are then
+    shared that are one object.
+
     Raises ``ValueError`` that names what a file cannot hold: tensors on the meta device, sparse ones, the shards of a
     DTensor, a transposed quantized parameter, a module's own extra state.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, absent: Callable[[str], Tensor] | None = None) -> None:
         self.tensors: list[Stored] = []
+        self._absent = absent
+        self._sources: list[Tensor] = []  # what is told apart by its identity has to live
         self.header = Header(model={"class": type(model).__name__})
         self._kept: dict[Any, str] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
@@ -51,7 +56,10 @@ class Inventory:
     def _add(self, item: _Item) -> None:
         source = item.source
         place: Any = id(source)
-        if source.numel():
+        self._sources.append(source)
+        if source.is_meta and self._absent is not None:
+            item = item._replace(value=partial(self._absent, item.name))
+        elif source.numel():
             place = (source.device, source.data_ptr(), source.dtype, tuple(source.shape), source.stride())
             place += source.is_conj(), source.is_neg()  # numbers that the same bytes stand for by a flag of the view
         first = self._kept.setdefault((place, item.spec), item.name)
@@ -65,7 +73,7 @@ class Inventory:
         if isinstance(module, (QLinear, QEmbedding)):
             entry = _module_entry(module)
             self.header.quantized[prefix] = entry
-            yield from _weight_items(prefix, module.weight, entry)
+            yield from self._weight_items(prefix, module.weight, entry)
             taken = _PARTS
         elif isinstance(module, QuantizedModule) or type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"{prefix or 'the model'}: a {type(module).__name__} has state of its own that no file can hold")
@@ -78,16 +86,26 @@ class Inventory:
                     raise ValueError(f"{path}: a parameter [..., N, K] that is not transposed can be stored, got {parameter!r}")
                 entry = Entry("parameter", parameter.scheme, tuple(parameter.shape), parameter.dtype)
                 self.header.quantized[path] = entry
-                yield from _weight_items(path, parameter, entry)
+                yield from self._weight_items(path, parameter, entry)
             else:
-                yield _plain_item(path, parameter)
+                yield self._plain_item(path, parameter)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             path = joined(prefix, name)
             if name in module._non_persistent_buffers_set:
                 self.header.nonpersistent.append(path)
-            yield _plain_item(path, buffer)
+            yield self._plain_item(path, buffer)
+
+    def _weight_items(self, prefix: str, weight: QTensor, entry: Entry) -> Iterator[_Item]:
+        for part, spec in entry.parts().items():
+            name, source = joined(prefix, part), getattr(weight, part)
+            _check(name, source, self._absent is not None)
+            yield _Item(name, spec, source, partial(_part, weight, part))
+
+    def _plain_item(self, name: str, tensor: Tensor) -> _Item:
+        _check(name, tensor, self._absent is not None)
+        return _Item(name, Spec(tensor.dtype, tuple(tensor.shape)), tensor, lambda: tensor.resolve_conj().resolve_neg())
 
 
 def joined(prefix: str, name: str) -> str:
@@ -103,13 +121,6 @@ def _module_entry(module: QLinear | QEmbedding) -> Entry:
     return Entry("linear", module.scheme, shape, module.weight_dtype, bias, module.activation, input_scale)
 
 
-def _weight_items(prefix: str, weight: QTensor, entry: Entry) -> Iterator[_Item]:
-    for part, spec in entry.parts().items():
-        name, source = joined(prefix, part), getattr(weight, part)
-        _check(name, source)
-        yield _Item(name, spec, source, partial(_part, weight, part))
-
-
 def _part(weight: QTensor, part: str) -> Tensor:
     """A part in its canonical form, codes packed: zero points of a format, and scales where they are codes."""
     tensor: Tensor = getattr(weight.canonical(), part).detach()
@@ -121,17 +132,12 @@ def _part(weight: QTensor, part: str) -> Tensor:
     return tensor
 
 
-def _plain_item(name: str, tensor: Tensor) -> _Item:
-    _check(name, tensor)
-    return _Item(name, Spec(tensor.dtype, tuple(tensor.shape)), tensor, lambda: tensor.resolve_conj().resolve_neg())
-
-
-def _check(name: str, tensor: Tensor) -> None:
+def _check(name: str, tensor: Tensor, may_be_absent: bool) -> None:
     if name == "__metadata__":
         raise ValueError(f"no tensor of a safetensors file can be called {name}: rename it")
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(f"{name} has no shape yet: run the model once before saving it")
-    if tensor.device.type == "meta":
+    if tensor.device.type == "meta" and not may_be_absent:
         raise ValueError(f"{name} is on the meta device and has no numbers: load the model's weights before saving it")
     if is_traceable_wrapper_subclass(tensor):
         raise ValueError(f"{name} is a {type(tensor).__name__}: gather it into a plain tensor before saving")

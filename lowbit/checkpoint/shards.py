@@ -21,7 +21,7 @@ from torch import Tensor
 from .header import Header
 from .tensor_file import CheckpointError, Spec, Stored, TensorFile, named_errors, parse_json, sync, write_tensor_file
 
-__all__ = ["FileSet", "open_files", "write_files"]
+__all__ = ["INDEX", "SINGLE", "FileSet", "open_files", "read_index", "write_files"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -76,7 +76,7 @@ def open_files(folder: Path) -> Iterator[FileSet]:
             return files[-1]
 
         if index.is_file():
-            places = _read_index(index)
+            places = read_index(index)
             for name in sorted(set(places.values())):
                 file = opened(name)
                 listed = {tensor for tensor, home in places.items() if home == name}
@@ -96,7 +96,7 @@ def open_files(folder: Path) -> Iterator[FileSet]:
         yield FileSet(files)
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
     try:
         if path.stat().st_size > _MAX_INDEX:
             raise CheckpointError(f"{path}: is larger than any index ({_MAX_INDEX} bytes)")

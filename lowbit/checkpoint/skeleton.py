@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..weight import QuantizedModule
 from .header import VERSION
@@ -19,6 +22,7 @@ __all__ = ["built", "float_dtype", "is_pretrained", "write_config"]
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
+_MAX_CONFIG = 10_000_000  # bytes: far more than any has
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -60,13 +64,33 @@ def float_dtype(model: nn.Module) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-def built(folder: Path) -> nn.Module:
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within the block parameters have no numbers, whatever module is given them; buffers have theirs."""
+
+    def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None  # as it is
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]  # may return a parameter
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def built(folder: Path, real_buffers: bool = False) -> nn.Module:
     """The model that config.json in ``folder`` describes, on the meta device: no memory, no numbers.
+
+    ``real_buffers``: with what the model itself computes (rotary frequencies), so that it can run once it has weights.
 
     Takes no code from the folder. Raises :class:`CheckpointError` that names the file.
     """
     path = folder / CONFIG
     try:
+        if path.exists() and (not path.is_file() or path.stat().st_size > _MAX_CONFIG):
+            raise CheckpointError(f"{path}: is no file of a configuration, which has {_MAX_CONFIG} bytes at most")
         text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}): give the float model as model=") from error
@@ -81,7 +105,7 @@ def built(folder: Path) -> nn.Module:
             del config.quantization_config
         name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
         found = getattr(transformers, name, None) if name.isidentifier() else None
-        with torch.device("meta"):
+        with _parameters_on_meta() if real_buffers else torch.device("meta"):
             if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
                 model = found._from_config(config)
             else:

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from .benchmark import bench
+from .console import say, silence
 from .demonstration import demo
 from .evaluation import evaluate
 from .inspection import inspect
@@ -66,21 +67,26 @@ def _options(
 
 def main() -> None:
     """What the ``lowbit`` script calls."""
-    sys.exit(run(sys.argv[1:]))
+    _open_streams()
+    code = run(sys.argv[1:])
+    try:
+        sys.stderr.flush()
+    except OSError:
+        silence(sys.stderr)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Carry out a command line and return its exit code; errors become one line on stderr."""
     command = typer.main.get_command(app)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # Python leaves out streams that were closed before it started
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the rest of the process
     try:
         code = command.main(list(arguments) or ["--help"], prog_name="lowbit", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        _drop_stdout()
+        silence(sys.stdout)
         return 1
+    except SystemExit as error:  # rich's, of a page of help that nobody reads to the end
+        return error.code if isinstance(error.code, int) else 1
     except (KeyboardInterrupt, typer.Abort):
         return _failed("interrupted", 130)
     except Exception as error:
@@ -90,19 +96,30 @@ def run(arguments: Sequence[str]) -> int:
         if format_message is not None:
             return _failed(format_message(), getattr(error, "exit_code", 2))
         if isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM:  # every file has a name
-            _drop_stdout()
+            silence(sys.stdout)
             return _failed(f"the output cannot be written: {error.strerror}", 1)
         return _failed(_words(error), 1)
     return (code if isinstance(code, int) else 0) if arguments else 2
 
 
-def _drop_stdout() -> None:
-    """Let what is left in stdout go: Python flushes it once more as it exits, and would complain again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _open_streams() -> None:
+    """Open those that were closed before Python started, and that it leaves out.
+
+    A file that is opened later would else take the number of one, and get what a library prints.
+    """
+    closed = [(name, mode) for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")) if getattr(sys, name) is None]
+    if closed:
+        while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(handle)
+    for name, mode in closed:
+        setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the rest of the process
 
 
 def _words(error: Exception) -> str:
     """What an error says; its kind as well where it says nothing or is no error that lowbit foresees."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     foreseen = isinstance(error, (ValueError, TypeError, OSError, ImportError)) or type(error).__module__.startswith("lowbit")
     text = str(error)
     return text if foreseen and text else f"{type(error).__name__}: {text}".rstrip(": ")
@@ -110,5 +127,5 @@ def _words(error: Exception) -> str:
 
 def _failed(message: str, code: int) -> int:
     line = " ".join(message.split())
-    print(f"lowbit: error: {line if len(line) <= 600 else line[:600] + ' ...'}", file=sys.stderr)
+    say(f"lowbit: error: {line if len(line) <= 600 else line[:600] + ' ...'}")
     return code

@@ -9,14 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["JsonOption", "ReportOption", "bar", "finite", "note", "print_json", "print_table", "write_report"]
+__all__ = ["JsonOption", "ReportOption", "bar", "finite", "note", "print_json", "print_table", "say", "silence", "write_report"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")]
 
@@ -73,7 +73,21 @@ def print_table(table: Table) -> None:
 
 def note(text: str) -> None:
     """A remark to stderr."""
-    print(f"lowbit: {text}", file=sys.stderr)
+    say(f"lowbit: {text}")
+
+
+def say(line: str) -> None:
+    """A line to stderr; work goes on where nobody takes it."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        silence(sys.stderr)
+
+
+def silence(stream: TextIO) -> None:
+    """Let go what ``stream`` holds and whatever follows: Python flushes it as it exits, and would complain once more."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 @contextlib.contextmanager
@@ -83,7 +97,7 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
     Draws nothing where stderr is no terminal.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     console = Console(file=sys.stderr)  # the one of now: what libraries write to stderr in the meantime may be caught
     columns = (
@@ -91,6 +105,7 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
         BarColumn(),
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as plain
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
 from .model_source import DeviceOption, is_quantized, load_model, load_tokenizer, parse_recipe
+from .reporting import check_folder, write_folder
 
 _PERPLEXITY = "perplexity"
 
@@ -28,7 +28,7 @@ def evaluate(
         typer.Option(metavar="FOLDER", help="Rows of the tasks: MMLU's own layout, TASK.jsonl or TASK.parquet; else the hub."),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text for perplexity; of the toy model its own by default.")
+        Path | None, typer.Option(metavar="FILE", help="A text for perplexity; wikitext: of the hub; the toy model has one.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Questions a task (of MMLU: a subject) at most, the first.")] = None,
     shots: Annotated[int | None, typer.Option(min=0, max=5, help="Solved questions before each; the task's own number.")] = None,
@@ -37,7 +37,9 @@ def evaluate(
     chunks: Annotated[int | None, typer.Option(min=1, help="Chunks of the text at most.")] = None,
     divergence: Annotated[int, typer.Option(min=0, help="Chunks on which predictions are compared, token by token.")] = 16,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts of a task at a time, as lm-eval's --batch_size.")] = 16,
-    speed: Annotated[bool, typer.Option("--speed", help="Also time decoding.")] = False,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Also time decoding, and each recipe's weights against the limit of reading them.")
+    ] = False,
     dtype: Annotated[str | None, typer.Option(help="Of the float model: float32, bfloat16, float16; that of its files.")] = None,
     device: DeviceOption = None,
     out: Annotated[
@@ -54,9 +56,9 @@ def evaluate(
     asked = [name.strip() for name in tasks.split(",") if name.strip()]
     if not asked:
         raise typer.BadParameter("--tasks names no task: try --tasks mmlu,perplexity")
-    _check_folder(out)
+    check_folder(out)
     convert = _conversion(dtype)
-    from lowbit.evals import demo, evaluation
+    from lowbit.evals import demo, evaluation, gemv
 
     source = str(evaluation.TOY) if model is None else model
     if wanted and is_quantized(source):
@@ -73,26 +75,22 @@ def evaluate(
             tasks=[name for name in asked if name != _PERPLEXITY],
             limit=limit, shots=shots, context=context, stride=stride, chunks=chunks, batch=batch_size, compared=divergence,
         )  # fmt: skip
-        tokenizer = _tokenizer(source)
+        tokenizer = load_tokenizer(source)
         outcomes = evaluation.compare(
             lambda: convert(load_model(source)), tokenizer, wanted, material, files=out is not None, speed=speed, device=device,
             cache=None if out is None else out / "cache", harness=None if out is None else out / "lm-eval", progress=progress,
         )  # fmt: skip
-    found = evaluation.result(source, outcomes, time.perf_counter() - start)
+        layers = [layer for outcome in outcomes for layer in outcome.layers]
+        speeds = gemv.beside(wanted, gemv.largest(layers), device or "cpu", progress) if speed else None
+    found = evaluation.result(source, outcomes, time.perf_counter() - start, speeds)
     write_report(found, report)
     if out is not None:
-        _write(found, out)
+        write_folder(found, out)
+    for failure in speeds["failures"] if speeds else ():
+        note(" ".join(f"{key}={value}" for key, value in failure.items()))
     if cut := max(outcome.shortened for outcome in outcomes):
         note(f"{cut} prompts were cut at their beginning to fit the model's context: fewer --shots spare them that")
     print_json(found) if json else print_table(demo.table(outcomes, source))
-
-
-def _check_folder(out: Path | None) -> None:
-    """A folder that cannot be written is said before the work of hours, not behind it."""
-    from lowbit.evals.cache import writable
-
-    if out is not None and not writable(out):
-        raise typer.BadParameter(f"{out} cannot be written: it is no folder that takes files, nor can it be made")
 
 
 def _conversion(dtype: str | None) -> Callable[[Any], Any]:
@@ -104,26 +102,3 @@ def _conversion(dtype: str | None) -> Callable[[Any], Any]:
     if dtype not in ("float32", "bfloat16", "float16") or found is None:
         raise typer.BadParameter(f"--dtype must be float32, bfloat16 or float16, got {dtype}")
     return lambda model: model.to(found)
-
-
-def _tokenizer(source: str) -> Any:
-    try:
-        return load_tokenizer(source)
-    except (OSError, ValueError, KeyError) as error:
-        if Path(source).is_dir():
-            raise ValueError(f"{source} holds no tokenizer that can be read ({' '.join(str(error).split())[:160]})") from None
-        raise
-
-
-def _write(found: dict[str, Any], out: Path) -> None:
-    """``eval.json`` and the report."""
-    from lowbit.evals.report import write_report as write_page
-    from lowbit.evals.results import replace_file
-
-    from .console import finite
-
-    replace_file(out / "eval.json", plain.dumps(finite(found), indent=1, allow_nan=False) + "\n")
-    try:
-        note(f"wrote {write_page([found], out)}")
-    except ImportError as error:
-        note(f"no report: {error}")

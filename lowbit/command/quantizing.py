@@ -2,49 +2,130 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .console import JsonOption, bar, note, print_json
 from .model_source import DeviceOption, is_quantized, load_model, load_tokenizer, parse_recipe
 
+if TYPE_CHECKING:
+    from lowbit import Calibration, Recipe
+    from lowbit.planning import LayerPlan, Plan
+
 
 def quantize(
     model: Annotated[str, typer.Argument(help="A folder or a hub id.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the quantized model goes.")],
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="A scheme, a recipe or a YAML file.")] = "int4",
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", metavar="FILE", help="A text that the model runs on, for recipes that look at data."),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of that text to take.")] = 128,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a row; by default as many as the model takes.")] = None,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Work from disk to disk, a block at a time, within this much memory: 8GB."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Work from disk to disk, and go on with what an interrupted run left here."),
+    ] = None,
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Quantize a model and write it with its configuration and tokenizer: lowbit.load(FOLDER) is ready to use."""
+    """Quantize a model and write it with its configuration and tokenizer: lowbit.load(FOLDER) is ready to use.
+
+    Under torchrun the processes share the work.
+    """
     what = parse_recipe(recipe)
     _check_output(output, model)
+    _check_calibration(what, calibration)
     if is_quantized(model):
         raise typer.BadParameter(f"{model} is quantized already: give its float model")
-    import lowbit
-
+    streamed = max_memory is not None or resume is not None
+    if streamed and (calibration is None or not Path(model).is_dir()):
+        raise typer.BadParameter("--max-memory and --resume take a model in a folder, and --calibration FILE")
     start = time.perf_counter()
-    with bar() as progress:
-        progress(f"loading {model}", 0, 1)
-        loaded = load_model(model)
-        carried = lowbit.quantize_(
-            loaded, what, device=device, progress=lambda layer, done, total: progress(layer.name, done, total)
-        )
-        progress(f"writing {output}", 0, 1)
-        lowbit.save(loaded, output, beside=_tokenizer_writer(model, output))
+    with bar() as progress, group() as first:
+        data = _calibration(model, calibration, rows, length)
+
+        def told(layer: LayerPlan, done: int, total: int) -> None:
+            progress(layer.name if layer.loss is None else f"{layer.name} ({layer.loss:.1e})", done, total)
+
+        if streamed:
+            from lowbit import quantize_folder
+
+            carried = quantize_folder(
+                model, output, what, calibration=data, max_memory=max_memory, resume=resume, device=device, progress=told
+            )
+        else:
+            carried = _in_memory(model, output, what, data, device, told, progress, first)
+    if not first:
+        return
     files = sorted(path for path in output.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
     seconds = time.perf_counter() - start
     if json:
         print_json({"output": str(output), "file_bytes": size, "seconds": seconds, "plan": carried.to_dict()})
     else:
+        for text in (*carried.notes, *(f"{layer.name}: {note}" for layer in carried.layers for note in layer.notes)):
+            note(text)
         print(str(carried).splitlines()[-1])
         print(f"{output}: {size:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}, {seconds:.1f} s")
+
+
+def _check_calibration(what: Recipe, calibration: Path | None) -> None:
+    """Refuse before anything is loaded what would fail behind it."""
+    needs = next((rule.target.needs_data for rule in what.rules if rule.target is not None and rule.target.needs_data), "")
+    if calibration is None and needs:
+        raise typer.BadParameter(f"{needs} looks at data: give a text with --calibration FILE")
+    if calibration is not None and not calibration.is_file():
+        raise typer.BadParameter(f"no text file {calibration} to calibrate on")
+
+
+def _calibration(model: str, path: Path | None, rows: int, length: int | None) -> Calibration | None:
+    if path is None:
+        return None
+    from lowbit import Calibration
+
+    return Calibration(path, rows=rows, length=length, tokenizer=load_tokenizer(model))
+
+
+def _in_memory(
+    model: str, output: Path, what: Recipe, data: Calibration | None, device: str | None, told: Any, progress: Any, first: bool
+) -> Plan:
+    import lowbit
+
+    progress(f"loading {model}", 0, 1)
+    loaded = load_model(model)
+    carried = lowbit.quantize_(loaded, what, calibration=data, device=device, progress=told)
+    progress(f"writing {output}", 0, 1)
+    if first:
+        lowbit.save(loaded, output, beside=_tokenizer_writer(model, output))
+    return carried
+
+
+@contextlib.contextmanager
+def group() -> Iterator[bool]:
+    """Within the block the processes that torchrun started know each other; whether this is the first, or alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield True
+        return
+    from torch import distributed
+
+    distributed.init_process_group("gloo")
+    try:
+        yield distributed.get_rank() == 0
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
 
 
 def _check_output(output: Path, model: str) -> None:

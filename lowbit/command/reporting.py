@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .console import JsonOption, print_json
+from .console import JsonOption, finite, note, print_json
 
 
 def report(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULT.json ...", help="What lowbit eval wrote; several are compared.")
+        list[Path],
+        typer.Argument(metavar="RESULT.json ...", help="What lowbit eval wrote, several are compared; and lowbit bench gemv."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where report.html and its pictures go.")] = Path(
         "report"
@@ -22,12 +23,35 @@ def report(
     """Make one page of results, for reading and for sending: report.html, which needs no network, and PNGs beside it."""
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is a file: give a folder with --out")
-    from lowbit.evals.report import read_result, write_report
+    from lowbit.evals.report import read_files, write_report
 
-    found = [read_result(path) for path in results]
-    page = write_report(found, out, [path.name for path in results])
+    found, names, speeds = read_files(results)
+    page = write_report(found, out, names, speeds)
     pictures = sorted(path for path in out.glob("*.png"))
     if json:
         print_json({"report": str(page), "pictures": [str(path) for path in pictures]})
     else:
         print(f"{page}, and {len(pictures)} pictures beside it")
+
+
+def write_folder(found: dict[str, Any], out: Path) -> None:
+    """``eval.json`` and the report of it."""
+    import json
+
+    from lowbit.evals.report import write_report
+    from lowbit.evals.results import replace_file
+
+    replace_file(out / "eval.json", json.dumps(finite(found), indent=1, allow_nan=False) + "\n")
+    try:
+        note(f"wrote {write_report([found], out)}")
+    except ImportError as error:
+        note(f"no report: {error}")
+
+
+def check_folder(out: Path | None) -> Path | None:
+    """A folder that cannot be written is said before the work of hours, not behind it."""
+    from lowbit.evals.cache import writable
+
+    if out is not None and not writable(out):
+        raise typer.BadParameter(f"{out} cannot be written: it is no folder that takes files, nor can it be made")
+    return out

@@ -1,11 +1,10 @@
 """The quantizer that transformers calls around the loading and saving of a model.
 
-Which of its methods are called, and when, was read from transformers 5.0 to 5.23.
+Which of its methods are called, and when, was read from transformers 5.9 to 5.23; older ones are refused.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,10 @@ if TYPE_CHECKING:
     from .folder import Folder
     from .stream import Stream
 
-__all__ = ["LowbitQuantizer", "attach", "register"]
+__all__ = ["OLDEST", "LowbitQuantizer", "attach", "register"]
+
+OLDEST = (5, 9)
+"""The first transformers that loads a quantized folder."""
 
 
 class LowbitQuantizer(HfQuantizer):
@@ -39,11 +41,12 @@ class LowbitQuantizer(HfQuantizer):
         self._loading: Folder | Stream | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        if importlib.util.find_spec("transformers.core_model_loading") is None:
-            import transformers
+        import transformers
 
+        if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
             raise ImportError(
-                f"transformers {transformers.__version__} cannot load weights of lowbit: upgrade it to 5, or use lowbit.load"
+                f"transformers {transformers.__version__} cannot load weights of lowbit: "
+                f"upgrade it to {'.'.join(map(str, OLDEST))} or newer, or use lowbit.load"
             )
 
     # ---- loading ---------------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""GPTQ: the error that rounding one column makes is made up for by the columns that are still to be rounded.
+
+Frantar, Ashkboos, Hoefler and Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+2022. Three things are added, each of which lowers the error of the layer's output at equal bits: ranges are searched for the
+error that is left after the later columns have done their part; and :mod:`~lowbit.algorithms.descent` goes over the codes and
+the scales that come out. Scales belong to groups of neighbours whatever the order of rounding, so no order is stored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..grid import Scales, divisor, encode, grouped, rounded, scale_values
+from ..scales import choose, least_cost
+from ..scheme import Scheme
+from ..statistics import Statistics
+from .descent import descend
+from .hessian import damped, inverse_factor, notes_on
+from .rounder import Rounded
+from .rtn import rtn
+
+__all__ = ["check", "gptq"]
+
+RANGES = ("output", "mse", "range")
+_BLOCK = 128  # columns that are rounded one by one before what they owe the others is paid in one matrix product
+
+
+def gptq(
+    weight: Tensor,
+    scheme: Scheme,
+    statistics: Statistics | None,
+    *,
+    damping: float = 0.01,
+    act_order: bool = True,
+    ranges: str = "output",
+    passes: int = 3,
+) -> Rounded:
+    """Codes for ``weight`` [N, K] (float32 or float64, finite) that keep tr(E G E^T) low, for G = ``statistics.gram``.
+
+    Args:
+        damping: how much of its mean is added to the diagonal of the Gram matrix.
+        act_order: round the columns with the largest inputs first.
+        ranges: how scales are chosen: ``"output"`` (searched for the least error of the output that later columns cannot make
+            up for), ``"mse"`` or ``"range"`` (as in :func:`lowbit.scales.choose`).
+        passes: how often the result is gone over (:func:`~lowbit.algorithms.descent.descend`). With 0, ``ranges="range"``
+            and ``act_order=False`` this is the method as it was published.
+
+    Work is 2 N K^2 multiplications and as many again each pass, nearly all of them in matrix products, and K^3 in float64 for
+    the factor. Raises ``ValueError`` for missing statistics, those of another K, and a scale that its own format cannot hold.
+    """
+    if statistics is None:
+        raise ValueError("gptq needs statistics of the layer's inputs: give calibration data, or choose hqq, which needs none")
+    check(damping=damping, act_order=act_order, ranges=ranges, passes=passes)
+    if not weight.numel():
+        return rtn(weight, scheme)
+    gram, order, upper, used = _prepared(statistics, weight, damping, act_order)
+    scales = _ranges(weight, scheme, ranges, order, upper)
+    codes = _swept(weight, scheme, scales, order, upper)
+    codes, scales = descend(weight, scheme, gram, codes, scales, passes)
+    return Rounded(codes, scales, notes_on(statistics, damping, used))
+
+
+def check(*, damping: float = 0.01, act_order: bool = True, ranges: str = "output", passes: int = 3) -> None:
+    """Raises ``ValueError`` for options that :func:`gptq` cannot take."""
+    if not 0 <= damping <= 1:
+        raise ValueError(f"damping must be 0 to 1 of the diagonal's mean, got {damping}")
+    if ranges not in RANGES:
+        raise ValueError(f"ranges must be one of {', '.join(RANGES)}, got {ranges!r}")
+    if not isinstance(act_order, bool):
+        raise ValueError(f"act_order must be true or false, got {act_order!r}")
+    if not isinstance(passes, int) or passes < 0:
+        raise ValueError(f"passes must be a whole number and at least 0, got {passes!r}")
+
+
+def _prepared(statistics: Statistics, weight: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The damped Gram matrix, the order of the columns, the factor in that order, and the damping that it took."""
+    gram = statistics.gram.to(weight.device, torch.float64)
+    if gram.shape[0] != weight.shape[1]:
+        raise ValueError(f"statistics are of {gram.shape[0]} channels and the weight has {weight.shape[1]}: not the same layer's")
+    order = torch.arange(len(gram), device=gram.device)
+    if act_order:
+        order = gram.diagonal().argsort(descending=True, stable=True)
+    upper, used = inverse_factor(gram[order][:, order], damping)
+    return damped(gram, used).to(weight.dtype), order, upper, used
+
+
+def _ranges(weight: Tensor, scheme: Scheme, ranges: str, order: Tensor, upper: Tensor) -> Scales:
+    if ranges != "output":
+        return choose(weight, scheme, ranges)
+    # The loss of the sweep below is the sum over columns of error^2 / upper[j, j]^2: what is left of a column's input once
+    # the later ones have told what they can of it.
+    left = torch.empty_like(upper.diagonal())
+    left[order] = 1 / upper.diagonal().square()
+    importance = grouped(left.to(weight.dtype), scheme.group(weight.shape[1]))
+    return least_cost(weight, scheme, lambda error: (error.square() * importance).sum(-1), ends=True)
+
+
+def _swept(weight: Tensor, scheme: Scheme, scales: Scales, order: Tensor, upper: Tensor) -> Tensor:
+    """Codes [N, K], column by column in ``order``; ``upper`` is the factor of the inverse in the same order."""
+    k, fmt = weight.shape[1], scheme.fmt
+    w = weight.T[order].contiguous()  # a column is a contiguous row here
+    owed = (upper / upper.diagonal()[:, None]).triu(1).to(w.dtype)  # by each column's error to those behind it
+    scale = scale_values(scheme, scales, w.dtype).T
+    zero = None if scales.zero_point is None else scales.zero_point.T.to(w.dtype)
+    codes = torch.empty_like(w, dtype=torch.uint8)
+    for start in range(0, k, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        groups = order[part] // scheme.group(k)
+        s, z = scale[groups], None if zero is None else zero[groups]
+        block, errors = w[part], torch.empty_like(w[part])
+        columns = zip(block, errors, s, divisor(s), [None] * len(s) if z is None else z, owed[part, part], strict=True)
+        for column, error, *grid, share in columns:
+            torch.sub(column, rounded(column, fmt, *grid), out=error)
+            block.addr_(share, error, alpha=-1)
+        codes[part] = encode(block, fmt, s, z)  # a column is as it was when it was rounded: nothing is owed to it afterwards
+        w[start + _BLOCK :].addmm_(owed[part, start + _BLOCK :].T, errors, alpha=-1)
+    return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()

@@ -1,0 +1,48 @@
+"""What a rounder is, and what it gives back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..grid import Scales
+
+__all__ = ["Rounded", "Rounder"]
+
+
+class Rounded(NamedTuple):
+    """A weight on the grid.
+
+    ``codes``: uint8 [N, K]. ``scales``: as they are stored. ``notes``: what a person should know of how it went (dead
+    channels, more damping than asked for), in plain sentences; empty as a rule.
+    """
+
+    codes: Tensor
+    scales: Scales
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rounder:
+    """A way to choose codes.
+
+    Attributes:
+        round: ``round(weight, scheme, statistics, **options)`` for a ``weight`` [N, K] (float32 or float64, finite), a
+            :class:`~lowbit.Scheme` and :class:`~lowbit.statistics.Statistics` or None; gives :class:`Rounded`.
+        needs_statistics: whether ``statistics`` may not be None.
+        check: ``check(**options)`` raises ``ValueError`` for values that the options cannot take, before any work.
+    """
+
+    round: Callable[..., Rounded]
+    needs_statistics: bool
+    check: Callable[..., None] = lambda **options: None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that :attr:`round` takes, by name, with their defaults."""
+        parameters = inspect.signature(self.round).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -1,0 +1,217 @@
+"""Calibrating: a model is quantized block by block, each on what the quantized blocks before it give."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Layer, tied_groups
+from ..planning import LayerPlan
+from ..recipe import block_counts
+from ..replacement import Replacement, RoundedWeight, moved
+from ..statistics import Statistics
+from .blocks import Survey, call, children, survey
+from .capture import Arguments, Constants, captured
+from .collection import Collector, PartedError
+from .data import Batch
+from .nesting import leaves
+from .ranks import Ranks
+from .residence import Residence, streamed
+from .states import States
+
+__all__ = ["Calibrator"]
+
+NO_BLOCKS = "no stack of blocks was found: calibrated as one block, the whole model"
+
+
+class Calibrator:
+    """Quantizes the layers of a model with statistics of their inputs.
+
+    For each block: its inputs are what the blocks before it, quantized, gave; one run over them collects the statistics of
+    its layers, which are then rounded and replaced; a second run gives the next block's inputs. No activation of more than
+    one block is kept. Embeddings come first, without data; what else stands outside of blocks comes last, in a run of the
+    whole model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: Sequence[LayerPlan],
+        layers: list[Layer],
+        batches: Sequence[Batch],
+        replacement: Replacement,
+        residence: Residence,
+        states: States,
+    ) -> None:
+        self.notes: list[str] = []
+        self._model, self._batches, self._replacement = model, batches, replacement
+        self._residence, self._states, self._ranks = residence, states, Ranks()
+        self._mine = self._ranks.share(len(batches))
+        self._names = [entry.name for entry in entries]
+        self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].target is not None}
+        self._ties = [group for group in tied_groups(layers) if any(i in self._modules for i in group)]
+        self._stacks = block_counts(name for layer in layers for name in layer.names)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def run(self) -> None:
+        """Do all of it; ``notes`` then say what there is to know of the model as a whole."""
+        candidates = [path for name in self._stacks for path in children(self._model, name)]
+        for path in candidates:
+            self._restore(path)
+        with _evaluating(self._model):
+            with streamed(self._model, self._residence, candidates):
+                found = survey(self._model, self._stacks, self._batches[0], self._residence.device)
+            self.notes += found.notes
+            if not found.stacks:
+                self.notes.append(NO_BLOCKS)
+            homes = self._homes(found)
+            tied = {i for group in self._ties for i in group}
+            tables = [i for i, module in self._modules.items() if isinstance(module, nn.Embedding) and i not in tied]
+            if tables:
+                with self._residence.outside(candidates):
+                    for i in tables:
+                        self._carry_out(i, None)
+            for stack in range(len(found.stacks)):
+                self._walk(found, stack, homes)
+            self._rest([path for stack in found.stacks for path in stack.paths])
+
+    def _homes(self, found: Survey) -> dict[int, str]:
+        """The block of each layer that can be quantized with it: one whose weight no layer elsewhere reads."""
+        homes = {i: found.block_of(self._names[i]) for i in self._modules}
+        for group in self._ties:
+            if len({homes.get(i) for i in group}) > 1:
+                homes.update(dict.fromkeys(group))
+        return {i: home for i, home in homes.items() if home is not None}
+
+    def _carry_out(self, i: int, statistics: Statistics | None) -> None:
+        self._replacement.carry_out(i, statistics, calibrated=True)
+        del self._modules[i]
+
+    def _restore(self, path: str) -> None:
+        """Take over a block that an earlier run finished."""
+        for name, done in self._residence.restored(path).items():
+            i = self._names.index(name)
+            self._replacement.take_over(i, done)
+            del self._modules[i]
+
+    # ---- blocks --------------------------------------------------------------------------------------------------
+
+    def _walk(self, found: Survey, number: int, homes: dict[int, str]) -> None:
+        stack, constants = found.stacks[number], Constants()
+        device, residence = self._residence.device, self._residence
+        calls: dict[int, list[Arguments]] = {}
+        mine = [self._batches[batch] for batch in self._mine]
+        earlier = [path for s in found.stacks[:number] for path in s.paths]
+        later = [path for s in found.stacks[number:] for path in s.paths]
+        with streamed(self._model, residence, earlier, later):
+            found_calls = captured(self._model, stack, mine, constants, device)
+            for batch, (state, arguments) in zip(self._mine, found_calls, strict=True):
+                self._states.put(number, 0, batch, state)
+                calls[batch] = arguments
+        self._ranks.wait()
+        done = next((i for i, path in enumerate(stack.paths) if not residence.is_done(path)), len(stack.paths))
+        for i in range(self._states.latest(number, done, len(self._batches)), len(stack.paths)):
+            path, last = stack.paths[i], i + 1 == len(stack.paths)
+            inside = [j for j in self._modules if homes.get(j) == path]
+            if last and not inside:
+                break
+            with residence.block(path):
+                block = self._model.get_submodule(path)
+
+                def run(batch: int, block: nn.Module = block, i: int = i) -> object:
+                    args, kwargs = calls[batch][i].filled(self._states.get(number, i, batch), constants, device)
+                    return block(*args, **kwargs)
+
+                self._quantize(inside, run)
+                if not last:
+                    for batch in self._mine:
+                        self._states.put(number, i + 1, batch, _carried(run(batch), stack.carried(i)))
+                self._ranks.wait()
+                if i >= done and self._ranks.rank == 0:
+                    residence.keep(path, [self._replacement.entries[j] for j in inside])
+                self._ranks.wait()
+            if self._ranks.rank == 0:
+                self._states.drop(number, i)
+
+    def _rest(self, paths: list[str]) -> None:
+        """What stands outside of blocks, by runs of the whole model."""
+        rest = list(self._modules)
+        if rest:
+            with streamed(self._model, self._residence, paths):
+                self._quantize(rest, lambda batch: call(self._model, self._batches[batch], self._residence.device))
+
+    # ---- statistics ----------------------------------------------------------------------------------------------
+
+    def _quantize(self, places: list[int], run: Callable[[int], object]) -> None:
+        """Round and replace the layers at ``places`` with the statistics of ``run``, called with each batch.
+
+        Every process rounds some of the groups, and all place what came of them.
+        """
+        if not places:
+            return
+        collector = self._collected(places, run)
+        groups: dict[str, list[int]] = {}
+        for i in places:
+            groups.setdefault(collector.group(self._names[i]), []).append(i)
+        mine: dict[int, RoundedWeight] = {}
+        # Of a tied weight the layer that has data decides.
+        order = sorted(groups, key=lambda group: group not in collector.tallies)
+        for number, group in enumerate(order):
+            self._residence.trim()
+            if number % self._ranks.count != self._ranks.rank:
+                collector.let_go(group)
+                continue
+            statistics = collector.taken(group)
+            for i in groups[group]:
+                if self._ranks.count == 1:
+                    self._carry_out(i, statistics)
+                else:
+                    rounded = self._replacement.round(i, statistics, calibrated=True)
+                    mine[i] = rounded._replace(weight=moved(rounded.weight, "cpu"))
+                self._residence.trim()
+        if self._ranks.count > 1:
+            found = {i: rounded for part in self._ranks.gathered(mine) for i, rounded in part.items()}
+            for i in [i for group in order for i in groups[group]]:
+                self._replacement.place(i, found[i])
+                del self._modules[i]
+
+    def _collected(self, places: list[int], run: Callable[[int], object], share: bool = True) -> Collector:
+        modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}
+        collector = Collector(modules, share)
+        error: ValueError | None = None
+        try:
+            for number in self._mine:
+                batch = self._batches[number]
+                with collector.listening(number, batch.mask):
+                    run(number)
+                self._residence.trim()
+            parted = False
+        except PartedError:
+            parted = True
+        except ValueError as found:
+            parted, error = False, found
+        if not collector.join(self._ranks, parted, error):
+            return self._collected(places, run, share=False)
+        return collector
+
+
+def _carried(output: object, wanted: list[int]) -> dict[int, object]:
+    """The leaves of a block's output that the next one reads."""
+    given = list(leaves(output))
+    return {i: given[i].detach().cpu() if isinstance(given[i], Tensor) else given[i] for i in wanted}
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """``model`` without dropout and the like; afterwards each module is in its own mode again."""
+    modes = [(name, module.training) for name, module in model.named_modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for name, training in modes:
+            model.get_submodule(name).training = training

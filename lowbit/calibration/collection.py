@@ -1,0 +1,136 @@
+"""Statistics of the inputs of linear layers, taken while a block runs; layers that read one tensor share theirs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..statistics import Statistics, Tally
+from .ranks import Ranks
+
+__all__ = ["Collector", "PartedError"]
+
+
+class PartedError(RuntimeError):
+    """Layers that read one tensor in the first call read several later: their statistics have to be taken apart."""
+
+
+class Collector:
+    """Listens to ``modules`` and sums up what they read.
+
+    Two layers share a tally where both read the very same tensor when they are first called, which is checked in every
+    later call. ``share=False`` gives each its own.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], share: bool = True) -> None:
+        self._modules, self._share = modules, share
+        self._leaders: dict[str, str] = {}
+        self._tallies: dict[str, Tally] = {}
+        self._calls: dict[str, int] = {}
+        self._reading: dict[str, tuple[Tensor, int, int]] = {}  # in this run, by leader: what it read, its version, which call
+        self._batch = 0
+        self._mask: Tensor | None = None
+
+    @contextlib.contextmanager
+    def listening(self, batch: int, mask: Tensor | None = None) -> Iterator[None]:
+        """Within the block the modules' inputs count. ``mask`` [rows, tokens] is 0 where a token is padding."""
+        self._batch, self._mask = batch, mask
+        with contextlib.ExitStack() as hooks:
+            for name, module in self._modules.items():
+                hooks.callback(module.register_forward_pre_hook(self._hook(name), with_kwargs=True).remove)
+            try:
+                yield
+            finally:
+                self._reading.clear()
+        for name, leader in self._leaders.items():
+            if self._calls[name] != self._calls[leader]:
+                raise PartedError(f"{name} and {leader} were not called as often")
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs.get("input", kwargs.get("x"))
+            if isinstance(x, Tensor):
+                self._add(name, x)
+
+        return hook
+
+    def _add(self, name: str, x: Tensor) -> None:
+        calls = self._calls[name] = self._calls.get(name, 0) + 1
+        if name not in self._leaders:
+            self._leaders[name] = self._leader(name, x) if self._share and calls == 1 else name
+        leader = self._leaders[name]
+        if leader != name:
+            read = self._reading.get(leader)
+            if read is None or read[2] != calls or not _same(read, x):
+                raise PartedError(f"{name} and {leader} read one tensor in their first call, and two in a later one")
+            return
+        self._reading[name] = x, x._version, calls
+        if name not in self._tallies:
+            self._tallies[name] = Tally(x.shape[-1], x.device)
+        self._tallies[name].add(self._unpadded(x), name, self._batch)
+
+    def _leader(self, name: str, x: Tensor) -> str:
+        return next((other for other, read in self._reading.items() if read[2] == 1 and _same(read, x)), name)
+
+    def _unpadded(self, x: Tensor) -> Tensor:
+        mask = self._mask
+        if mask is None or x.dim() < 3 or x.shape[:2] != mask.shape or bool(mask.all()):
+            return x
+        return x[mask.to(x.device).bool()]
+
+    # ---- afterwards ----------------------------------------------------------------------------------------------
+
+    def join(self, ranks: Ranks, parted: bool, error: ValueError | None) -> bool:
+        """Sum up what all processes heard. False where layers that share a tally in one do not in another, or ``parted``.
+
+        Raises the first ``error`` of any process, in all of them.
+        """
+        sizes = {name: len(tally.absmax) for name, tally in self._tallies.items()}
+        heard = ranks.gathered((parted, error, dict(self._leaders), sizes))
+        for _, found, _, _ in heard:
+            if found is not None:
+                raise found
+        leaders: dict[str, str] = {}
+        for _, _, theirs, _ in heard:
+            for name, leader in theirs.items():
+                parted = parted or leaders.setdefault(name, leader) != leader
+        if parted or any(apart for apart, _, _, _ in heard):
+            return False
+        self._leaders = leaders
+        device = next((tally.gram.device for tally in self._tallies.values()), torch.device("cpu"))
+        # In the order of the model, which is the same everywhere; a layer that heard nothing here adds nothing.
+        known = {name: k for _, _, _, theirs in heard for name, k in theirs.items()}
+        tallies = {name: self._tallies.get(name) or Tally(known[name], device) for name in self._modules if name in known}
+        self._tallies = {name: ranks.summed(tally) for name, tally in tallies.items()}
+        return True
+
+    @property
+    def tallies(self) -> dict[str, Tally]:
+        """The tally of each group of layers, by the name of its first."""
+        return self._tallies
+
+    def group(self, name: str) -> str:
+        """The layer whose tally is that of ``name``."""
+        return self._leaders.get(name, name)
+
+    def let_go(self, group: str) -> None:
+        """Another process sees to this group."""
+        self._tallies.pop(group, None)
+
+    def taken(self, group: str) -> Statistics | None:
+        """The statistics of a group, by the name of its first layer, which are let go; None where nothing reached it."""
+        tally = self._tallies.pop(group, None)
+        return tally.statistics() if tally is not None and tally.count else None
+
+
+def _same(read: tuple[Tensor, int, int], x: Tensor) -> bool:
+    """Whether ``x`` is what was read, or a view of the same numbers, which nobody has changed since."""
+    other, version, _ = read
+    if x._version != version:
+        return False
+    kind = (x.shape, x.stride(), x.dtype, x.device) == (other.shape, other.stride(), other.dtype, other.device)
+    return x is other or (kind and x.layout == torch.strided and x.data_ptr() == other.data_ptr() and x.numel() > 0)

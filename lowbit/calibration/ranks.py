@@ -1,0 +1,66 @@
+"""Several processes that calibrate one model: each runs its share of the batches and rounds its share of the layers."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from ..statistics import Tally
+
+__all__ = ["Ranks"]
+
+_T = TypeVar("_T")
+_ROWS = 256  # of a Gram matrix that are sent at a time
+
+
+class Ranks:
+    """The processes of ``torch.distributed``'s group, where one was initialised, and else this one alone.
+
+    Each holds the model (or reads it from one folder) and calls the same functions with the same arguments in the same
+    order. Attributes: ``rank`` and ``count``.
+    """
+
+    def __init__(self) -> None:
+        there = distributed.is_available() and distributed.is_initialized()
+        self.rank: int = distributed.get_rank() if there else 0
+        self.count: int = distributed.get_world_size() if there else 1
+
+    def share(self, total: int) -> range:
+        """Which of ``total`` things in a row are those of this process: neighbours, so that sums keep their order."""
+        return range(self.rank * total // self.count, (self.rank + 1) * total // self.count)
+
+    def gathered(self, mine: _T) -> list[_T]:
+        """What every process has, in the order of ranks."""
+        if self.count == 1:
+            return [mine]
+        found: list[Any] = [None] * self.count
+        distributed.all_gather_object(found, mine)
+        return found
+
+    def agreed(self, mine: _T) -> _T:
+        """What the first process has."""
+        return self.gathered(mine)[0]
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        self.gathered(None)
+
+    def summed(self, tally: Tally) -> Tally:
+        """The sum of the tallies of all processes, in float64 and in the order of ranks, so that all have the same."""
+        if self.count == 1:
+            return tally
+        device = tally.gram.device
+        for start in range(0, len(tally.gram), _ROWS):
+            rows = tally.gram[start : start + _ROWS].cpu()
+            total = torch.zeros_like(rows)
+            for rank in range(self.count):
+                part = rows.clone() if rank == self.rank else torch.empty_like(rows)
+                distributed.broadcast(part, rank)
+                total += part
+            tally.gram[start : start + _ROWS] = total.to(device)
+        others = self.gathered((tally.absmax.cpu(), tally.count))
+        tally.absmax = torch.stack([absmax for absmax, _ in others]).amax(0).to(device)
+        tally.count = sum(count for _, count in others)
+        return tally

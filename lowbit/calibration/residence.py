@@ -1,0 +1,130 @@
+"""Where the parts of a model are while it is calibrated: in place, or on a device one block at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..planning import LayerPlan
+from ..replacement import Done
+from ..weight import QuantizedModule
+
+__all__ = ["OnDevice", "Residence", "streamed"]
+
+
+class Residence:
+    """A model that stays where it is.
+
+    Others bring a block (:meth:`block`), or all that stands outside of blocks (:meth:`outside`), to where it can run, for
+    as long as a ``with`` statement lasts.
+    """
+
+    device: torch.device | None = None
+    """Where inputs have to be; None where they are right already."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def block(self, path: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def outside(self, paths: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """All but the blocks at ``paths``."""
+        return contextlib.nullcontext()
+
+    def trim(self) -> None:
+        """Large tensors have just been let go."""
+
+    def is_done(self, path: str) -> bool:
+        """Whether an earlier run finished the block at ``path``."""
+        return False
+
+    def restored(self, path: str) -> dict[str, Done]:
+        """What an earlier run did to the layers of the block at ``path``, which is then what that run made of it."""
+        return {}
+
+    def keep(self, path: str, entries: Sequence[LayerPlan]) -> None:
+        """The block at ``path``, which is there, is finished, and ``entries`` are its layers."""
+
+
+class OnDevice(Residence):
+    """A model that is moved to ``device`` a block at a time and back, or to stay there (``keep``) once it has been there
+    as a block."""
+
+    def __init__(self, model: nn.Module, device: torch.device, keep: bool) -> None:
+        super().__init__(model)
+        self.device, self._keep = device, keep
+        self._origin = {name: _place(module) for name, module in model.named_modules()}
+
+    @contextlib.contextmanager
+    def block(self, path: str) -> Iterator[None]:
+        self._move(path, lambda name: self.device)
+        try:
+            yield
+        finally:
+            self._move(path, self._home)
+
+    @contextlib.contextmanager
+    def outside(self, paths: Sequence[str]) -> Iterator[None]:
+        inside = tuple(f"{path}." for path in paths)
+        names = [name for name, _ in self.model.named_modules() if name not in paths and not name.startswith(inside)]
+        for name in names:
+            _move(self.model.get_submodule(name), self.device)
+        try:
+            yield
+        finally:
+            for name in names:
+                _move(self.model.get_submodule(name), self._home(name))
+
+    def _move(self, path: str, where: Callable[[str], torch.device | None]) -> None:
+        for name, module in self.model.get_submodule(path).named_modules(prefix=path):
+            _move(module, where(name))
+
+    def _home(self, name: str) -> torch.device | None:
+        stays = self._keep and isinstance(self.model.get_submodule(name), QuantizedModule)
+        return None if stays else self._origin.get(name)
+
+
+def _place(module: nn.Module) -> torch.device | None:
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return next((tensor.device for tensor in tensors if tensor is not None), None)
+
+
+def _move(module: nn.Module, device: torch.device | None) -> None:
+    """Move what ``module`` itself holds."""
+    if device is not None and _place(module) not in (None, device):
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device)
+
+        module._apply(moved, recurse=False)
+
+
+@contextlib.contextmanager
+def streamed(model: nn.Module, residence: Residence, paths: Sequence[str], away: Sequence[str] = ()) -> Iterator[None]:
+    """Within the block all of ``model`` can run but the blocks at ``away``: each of those at ``paths`` is there while it
+    runs."""
+    there: list[Any] = []
+
+    def before(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            there.append(residence.block(path))
+            there[-1].__enter__()
+
+        return hook
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if there:  # empty where the block itself raised
+            there.pop().__exit__(None, None, None)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(residence.outside([*paths, *away]))
+        for path in paths:
+            module = model.get_submodule(path)
+            stack.callback(module.register_forward_pre_hook(before(path)).remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield

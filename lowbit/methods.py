@@ -1,0 +1,43 @@
+"""The better ways to choose codes, in one line: ``quantize_(model, gptq("int3"), calibration=...)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .recipe import Recipe
+from .target import Target
+
+__all__ = ["clip", "gptq", "hqq"]
+
+
+def gptq(what: Any, **options: Any) -> Any:
+    """``what`` rounded by GPTQ (Frantar et al. 2022): each column's error is made up for by the columns behind it, on
+    calibration data.
+
+    Args:
+        what: a target, a scheme or the name of one (gives a :class:`~lowbit.Target`), or anything else that
+            :func:`lowbit.quantize_` takes (gives a :class:`~lowbit.Recipe` in which every rule is rounded so).
+        options: of the rounder, as ``lowbit.algorithms.ROUNDERS["gptq"].options`` lists them.
+
+    Raises ``ValueError`` for an option that it does not have.
+    """
+    return _rounded_by("gptq", what, options)
+
+
+def hqq(what: Any, **options: Any) -> Any:
+    """``what`` rounded by half-quadratic quantization (Badri and Shaji 2023), which looks at no data; arguments as those of
+    :func:`gptq`."""
+    return _rounded_by("hqq", what, options)
+
+
+def clip(what: Any, **options: Any) -> Any:
+    """``what`` rounded to nearest within ranges that are searched for the least squared error, that of the outputs where
+    there is calibration data; arguments as those of :func:`gptq`."""
+    return _rounded_by("clip", what, options)
+
+
+def _rounded_by(rounder: str, what: Any, options: dict[str, Any]) -> Target | Recipe:
+    found = Recipe.of(what).rounded_by(rounder, **options)
+    (first, *others) = found.rules
+    alone = not others and first.catch_all and first.blocks is None and first.target is not None
+    return first.target if alone and first.target is not None else found

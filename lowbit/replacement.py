@@ -1,0 +1,193 @@
+"""Rounding a layer and putting what came of it in the layer's place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .algorithms import ROUNDERS
+from .embedding import QEmbedding
+from .layers import Layer, replace_module
+from .linear import QLinear
+from .planning import LayerPlan
+from .statistics import Statistics
+from .target import Target
+from .tensor import QTensor, check_weight
+from .weight import QuantizedModule
+
+__all__ = ["Done", "Progress", "Replacement", "RoundedWeight", "rounded"]
+
+Progress = Callable[[LayerPlan, int, int], None]
+UNREACHED = "no calibration data reached it: rounded without"
+NO_STATIC_SCALE = "no calibration data reached it: its input's scales are found as it comes"
+
+
+class RoundedWeight(NamedTuple):
+    """A weight on the grid, the error of its products (see :attr:`lowbit.planning.LayerPlan.loss`), what to know of it,
+    and the scale of all its inputs."""
+
+    weight: QTensor
+    loss: float | None = None
+    notes: tuple[str, ...] = ()
+    input_scale: Tensor | None = None
+
+
+class Done(NamedTuple):
+    """What is known of a layer that an earlier run replaced."""
+
+    loss: float | None
+    notes: tuple[str, ...]
+
+
+class Replacement:
+    """Carries out ``entries``, each for the layer at its place in ``layers``, which is emptied as it goes.
+
+    Making one checks every weight, before the first is changed; :meth:`carry_out` replaces one. ``entries`` then says what
+    was done. Arguments as those of :func:`lowbit.quantize_`; ``trim`` is called when large tensors have been let go.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: Sequence[LayerPlan],
+        layers: list[Layer],
+        device: str | torch.device | None = None,
+        keep_on_device: bool = False,
+        progress: Progress | None = None,
+        trim: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.entries = list(entries)
+        self._model, self._layers, self._progress = model, layers, progress
+        self._device, self._keep, self._trim = device, keep_on_device, trim
+        self._done: dict[int, QTensor] = {}  # by the identity that a weight which several layers read had here
+        self._keys = [id(layer.module._parameters.get(layer.attribute)) for layer in layers]
+        counts = Counter(key for key, entry in zip(self._keys, entries, strict=True) if entry.target is not None)
+        self._shared = {key for key, count in counts.items() if count > 1}
+        self._total = sum(entry.target is not None for entry in entries)
+        self._count = 0
+
+    def check(self) -> None:
+        """Raises ``ValueError`` that names a weight without numbers, or with numbers that are not finite."""
+        for entry, layer in zip(self.entries, self._layers, strict=True):
+            if entry.target is None:
+                continue
+            if layer.weight.device.type == "meta":
+                raise ValueError(f"{entry.name} is on the meta device and has no values: load the model first")
+            check_weight(layer.weight, f"{entry.name}.weight")
+
+    def carry_out(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
+        """Replace the layer at place ``i``, if anything is to become of it: :meth:`round` and :meth:`place`."""
+        if self.entries[i].target is None:
+            self._layers[i] = None  # type: ignore[call-overload]  # the float weight goes with it
+        else:
+            self.place(i, self.round(i, statistics, calibrated))
+
+    @torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
+    def round(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> RoundedWeight:
+        """What becomes of the layer at place ``i``, which stays as it is for now.
+
+        ``statistics`` of its inputs; ``calibrated``: that there is data, so that a layer without statistics was not reached.
+        """
+        entry, layer = self.entries[i], self._layers[i]
+        assert entry.target is not None
+        if self._keys[i] in self._done:
+            found = RoundedWeight(self._done[self._keys[i]])
+        else:
+            found = self._rounded(entry, layer, entry.target, statistics)
+            if calibrated and statistics is None and layer.kind != "embedding":
+                found = found._replace(notes=(*found.notes, UNREACHED))
+        if entry.target.activation_scale != "static":
+            return found
+        if statistics is None:
+            return found._replace(notes=(*found.notes, NO_STATIC_SCALE))
+        return found._replace(input_scale=static_scale(statistics, entry.target))
+
+    @torch.inference_mode(False)
+    def place(self, i: int, found: RoundedWeight) -> None:
+        """Put what :meth:`round` gave in place of the layer, whose float weight goes."""
+        entry, key = self.entries[i], self._keys[i]
+        layer, self._layers[i] = self._layers[i], None  # type: ignore[call-overload]
+        assert entry.target is not None
+        weight = self._done.get(key, found.weight)
+        if weight.device != layer.weight.device and not self._keep:  # another process rounded it
+            weight = moved(weight, layer.weight.device)
+        replacement = _module(layer, weight, entry.target, found.input_scale)
+        if key in self._shared:
+            self._done[key] = replacement.weight  # so that the next layer shares these very parameters
+        replace_module(self._model, layer.names, replacement)
+        self._told(i, Done(found.loss, found.notes))
+
+    def take_over(self, i: int, done: Done) -> None:
+        """The layer at place ``i`` has been replaced already."""
+        self._layers[i] = None  # type: ignore[call-overload]
+        self._told(i, done)
+
+    def _told(self, i: int, done: Done) -> None:
+        self._count += 1
+        self.entries[i] = dataclasses.replace(self.entries[i], loss=done.loss, notes=done.notes)
+        if self._progress is not None:
+            self._progress(self.entries[i], self._count, self._total)
+
+    def _rounded(self, entry: LayerPlan, layer: Layer, target: Target, statistics: Statistics | None) -> RoundedWeight:
+        weight = layer.weight.detach()
+        check_weight(weight, f"{entry.name}.weight")  # it may have come since the others were checked
+        origin = weight.device
+        if self._device is not None:
+            weight = weight.to(self._device)
+        try:
+            found = rounded(weight, target, statistics)
+        except ValueError as error:
+            raise ValueError(f"{entry.name}: {error} ({self._count} of {self._total} layers are quantized)") from error
+        if statistics is not None:
+            self._trim()
+            dense = found.weight.dequantize(torch.promote_types(weight.dtype, torch.float32))
+            found = found._replace(loss=statistics.to(weight.device).output_error(weight, dense))
+        if found.weight.device != origin and not self._keep:
+            return found._replace(weight=moved(found.weight, origin))
+        return found
+
+
+def moved(weight: QTensor, device: torch.device | str) -> QTensor:
+    """``weight`` on ``device``."""
+    found = weight.to(device)
+    assert isinstance(found, QTensor)
+    return found
+
+
+def rounded(weight: Tensor, target: Target, statistics: Statistics | None = None) -> RoundedWeight:
+    """``weight`` [N, K] as ``target`` wants it; a rounder that needs ``statistics`` and has none gives way to rtn, and the
+    notes of the plan say that no data came."""
+    if target.rounder == "rtn":  # the operator does this in chunks of rows, in a fused kernel where there is one
+        return RoundedWeight(QTensor.quantize(weight, target.weight, method=target.scales))
+    rounder = ROUNDERS[target.rounder]
+    if rounder.needs_statistics and statistics is None:
+        return RoundedWeight(QTensor.quantize(weight, target.weight, method="mse"))
+    compute = weight if weight.dtype == torch.float64 else weight.float()
+    if statistics is not None:
+        statistics = statistics.to(weight.device)
+    codes, scales, notes = rounder.round(compute, target.weight, statistics, **dict(target.options))
+    return RoundedWeight(QTensor.from_codes(codes, scales, target.weight, weight.dtype), notes=notes)
+
+
+def static_scale(statistics: Statistics, target: Target) -> Tensor:
+    """The one scale, float32, under which the largest input seen is the largest number of the activation's format."""
+    assert target.activation is not None
+    top = statistics.absmax.max().float()
+    return torch.where(top > 0, top / target.activation.fmt.symmetric_max, 1.0)
+
+
+def _module(layer: Layer, weight: QTensor, target: Target, input_scale: Tensor | None) -> QuantizedModule:
+    module: QuantizedModule
+    if isinstance(layer.module, nn.Embedding):
+        module = QEmbedding(weight, layer.module.padding_idx)
+    else:
+        # The very parameter: another layer may read it, and an optimizer may hold it.
+        bias = layer.module._parameters.get("bias")
+        scale = None if input_scale is None else input_scale.to(weight.device)
+        module = QLinear(weight, bias, target.activation, scale)
+    return module.train(layer.module.training)

@@ -1,0 +1,155 @@
+"""Statistics: what calibration keeps of a layer's inputs, in memory that does not grow with the data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Statistics", "Tally"]
+
+_CHUNK = 256  # rows of a matrix that are worked on at a time, so that no second one of its size is made
+_ROWS = 4096  # rows that are multiplied at a time: their sum is float32's only one, everything above is float64
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """The second moments of a layer's inputs x [K].
+
+    Attributes:
+        gram: float32 [K, K], the mean of x x^T over the rows seen.
+        absmax: float32 [K], the largest \\|x\\| of each channel.
+        count: rows seen, at least 1.
+    """
+
+    gram: Tensor
+    absmax: Tensor
+    count: int
+
+    def __post_init__(self) -> None:
+        k = self.absmax.shape[-1] if self.absmax.dim() == 1 else -1
+        if tuple(self.gram.shape) != (k, k):
+            shapes = f"{list(self.gram.shape)} and {list(self.absmax.shape)}"
+            raise ValueError(f"gram must be [K, K] and absmax [K], got {shapes}")
+        if self.count < 1:
+            raise ValueError(f"statistics need at least 1 row, got {self.count}")
+
+    @staticmethod
+    def of(x: Tensor, name: str = "input") -> Statistics:
+        """The statistics of the rows of ``x`` [..., K]; see :meth:`Tally.add`."""
+        tally = Tally(x.shape[-1], x.device)
+        tally.add(x, name)
+        return tally.statistics()
+
+    @property
+    def dead(self) -> Tensor:
+        """bool [K]: channels that were 0 in every row, so that their weights are free."""
+        return self.gram.diagonal() == 0
+
+    def scaled(self, s: Tensor) -> Statistics:
+        """The statistics of x / s, for ``s`` [K] (finite, not 0): what a layer reads after its weight is multiplied by s."""
+        if s.shape != self.absmax.shape or not bool((torch.isfinite(s) & (s != 0)).all()):
+            raise ValueError(f"s must be {self.absmax.numel()} finite numbers other than 0, got {list(s.shape)}")
+        wide = s.to(self.gram.device, torch.float64)
+        gram = self.gram.double() / wide / wide[:, None]
+        return Statistics(gram.float(), (self.absmax.double() / wide.abs()).float(), self.count)
+
+    def merged(self, other: Statistics) -> Statistics:
+        """The statistics of both sets of rows."""
+        both = Tally.from_statistics(self)
+        both.merge(Tally.from_statistics(other))
+        return both.statistics()
+
+    def to(self, device: torch.device | str) -> Statistics:
+        """The same on ``device``."""
+        return Statistics(self.gram.to(device), self.absmax.to(device), self.count)
+
+    def output_error(self, weight: Tensor, rounded: Tensor) -> float:
+        """How far x @ rounded.T is from x @ weight.T, squared and relative, for weights [N, K]: tr(E G E^T) / tr(W G W^T).
+
+        0 where the weight gives 0 for all these inputs and so does ``rounded``; infinity where only the weight does.
+        """
+        noise = signal = 0.0
+        for rows in torch.arange(len(weight), device=weight.device).split(_CHUNK):
+            w = weight[rows].double()
+            e = w - rounded[rows].double()
+            noise, signal = noise + _squared(e, self.gram), signal + _squared(w, self.gram)
+        return max(noise, 0.0) / signal if signal > 0 else (0.0 if noise <= 0 else float("inf"))
+
+
+def _squared(w: Tensor, gram: Tensor) -> float:
+    """tr(w gram w^T), products in float32 and their sum in float64."""
+    return float(((w.float() @ gram).double() * w).sum())
+
+
+class Tally:
+    """Sums up :class:`Statistics`, in float64 and in the order in which rows are added.
+
+    Keeps 8 bytes K^2 whatever the number of rows. Products are taken in float32 over at most 4,096 rows at a time.
+
+    Attributes:
+        gram: float64 [K, K], the sum of x x^T.
+        absmax: float32 [K].
+        count: rows added.
+    """
+
+    def __init__(self, k: int, device: torch.device | str = "cpu") -> None:
+        self.gram = torch.zeros(k, k, dtype=torch.float64, device=device)
+        self.absmax = torch.zeros(k, device=device)
+        self.count = 0
+
+    @staticmethod
+    def from_statistics(statistics: Statistics) -> Tally:
+        """The tally of the rows that ``statistics`` were taken from."""
+        tally = Tally(0)
+        tally.gram = statistics.gram.double() * statistics.count
+        tally.absmax, tally.count = statistics.absmax.clone(), statistics.count
+        return tally
+
+    def add(self, x: Tensor, name: str = "input", batch: int | None = None) -> None:
+        """Add the rows of ``x`` [..., K] (any floating dtype).
+
+        Raises ``ValueError`` with ``name`` and ``batch`` where a row holds NaN or infinity, or numbers whose squares
+        float32 cannot hold.
+        """
+        rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        if rows.shape[1] != len(self.absmax):
+            raise ValueError(f"{name}: rows of {len(self.absmax)} numbers were expected, got {rows.shape[1]}")
+        if not len(rows):
+            return
+        rows = rows.to(self.gram.device)
+        if rows.dtype != torch.float64:
+            rows = rows.float()
+        absmax = rows.abs().amax(0)
+        where = name if batch is None else f"{name}, batch {batch}"
+        if not bool(torch.isfinite(absmax).all()):
+            bad = int((~torch.isfinite(rows)).any(-1).sum())
+            raise ValueError(
+                f"{where}: {bad} of {len(rows)} rows hold NaN or infinity: look at the model on this text, or leave it out"
+            )
+        top = float(absmax.max()) if len(absmax) else 0.0
+        if top > 1e18:
+            raise ValueError(f"{where}: an input of {top:.3g} is too large for its square to fit float32: scale the model down")
+        for part in rows.split(_ROWS):
+            for start in range(0, part.shape[1], _CHUNK):
+                self.gram[start : start + _CHUNK] += part[:, start : start + _CHUNK].T @ part
+        self.absmax = torch.maximum(self.absmax, absmax.float())
+        self.count += len(rows)
+
+    def merge(self, other: Tally) -> None:
+        """Add the rows of ``other``. Sums are float64, so their order shows in the last bits alone."""
+        if other.absmax.shape != self.absmax.shape:
+            raise ValueError(f"only rows of the same length can be merged, got {len(self.absmax)} and {len(other.absmax)}")
+        self.gram = self.gram + other.gram.to(self.gram.device)
+        self.absmax = torch.maximum(self.absmax, other.absmax.to(self.absmax.device))
+        self.count += other.count
+
+    def statistics(self) -> Statistics:
+        """The statistics of all rows added. Raises ``ValueError`` where there are none."""
+        gram = torch.empty(self.gram.shape, device=self.gram.device)
+        for start in range(0, len(gram), _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            gram[rows] = (self.gram[rows] + self.gram[:, rows].T) / (2 * max(self.count, 1))
+        return Statistics(gram, self.absmax.clone(), self.count)

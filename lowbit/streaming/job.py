@@ -1,0 +1,160 @@
+"""From a folder with a float model to one with a quantized model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..calibration.calibrator import Calibrator
+from ..calibration.data import Batch, Calibration
+from ..calibration.nesting import leaves
+from ..calibration.ranks import Ranks
+from ..checkpoint.inventory import Inventory
+from ..checkpoint.shards import write_files
+from ..checkpoint.skeleton import built, write_config
+from ..environment import usable_device
+from ..planning import Plan
+from ..quantize import planned
+from ..recipe import Recipe
+from ..replacement import Progress, Replacement
+from .budget import check_budget
+from .residence import OnDisk
+from .source import Source, identity, open_source, opened
+from .workspace import DiskStates, Workspace
+
+__all__ = ["quantize_folder"]
+
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+)  # fmt: skip
+
+
+def quantize_folder(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    what: Any,
+    *,
+    calibration: Any,
+    max_memory: int | str | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+    max_shard_bytes: int = 4_000_000_000,
+) -> Plan:
+    """Quantize the transformers model in the folder ``source`` and write it to ``output``, one block in memory at a time.
+
+    What :func:`lowbit.quantize_` and :func:`lowbit.save` would write for the loaded model is written, byte for byte.
+
+    Args:
+        source: a folder with ``config.json`` and safetensors files. Tensors under names other than the model's (experts one
+            by one) are written anew first, in the memory that transformers takes to load them one at a time.
+        output: where the model, its configuration and its tokenizer go, as :func:`lowbit.save` does it.
+        what, calibration, device, progress: as those of :func:`lowbit.quantize_`.
+        max_memory: bytes, or a text such as ``"8GB"``, that the work may take beside the interpreter.
+        resume: a folder for what is finished. A job that was killed, called again with the same arguments, goes on from there
+            and ends in the same bytes; the folder is removed at the end. By default one beside ``output``, which is removed
+            in any case.
+
+    Processes of one ``torch.distributed`` group, on a file system that they share, split the batches and the layers between
+    them; the first writes.
+
+    Memory holds the largest block with its statistics, what the rounder takes for one of its layers and one batch; what
+    stands outside of blocks is there only while a batch comes in or, where the recipe names it, is quantized. Raises
+    ``ValueError`` where that is more than ``max_memory``, before any work; for what :func:`lowbit.quantize_` refuses; and
+    for a ``resume`` folder of another job. Raises :class:`~lowbit.CheckpointError` for files that cannot be read.
+    """
+    folder, recipe = Path(source), Recipe.of(what)
+    if Path(output).exists() and folder.exists() and Path(output).samefile(folder):
+        raise ValueError(f"output {output} is the model itself: give another folder")
+    where = None if device is None else usable_device(device)
+    model: Any = built(folder, real_buffers=True)
+    model.name_or_path = str(folder)  # where its tokenizer is
+    carried, layers = planned(model, recipe, None, where or torch.device("cpu"), has_data=True)
+    batches = Calibration.of(calibration).batches(model)
+    check_budget(max_memory, model, layers, carried, batches)
+    with opened(folder) as found:
+        job = {"model": identity(found), "recipe": recipe.to_dict(), "data": _digest(batches), "device": str(where)}
+        with (
+            _workspace(resume, Path(output), job) as workspace,
+            open_source(folder, model, found, workspace.folder / "weights") as files,
+        ):
+            files.take_buffers(model)
+            residence = OnDisk(model, files, workspace, where)
+            replacement = Replacement(model, carried.layers, layers, where, False, progress, residence.trim)
+            states = DiskStates(workspace.folder)
+            calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, states)
+            calibrator.run()
+            if Ranks().rank == 0:
+                finished = Inventory(model, partial(_tensor, model, files, workspace))
+                extras = partial(_extras, model, folder)
+                write_files(Path(output), finished.tensors, finished.header, max_shard_bytes, extras)
+    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(calibrator.notes))
+
+
+def _tensor(model: nn.Module, files: Source, workspace: Workspace, name: str) -> Tensor:
+    """The tensor ``name`` of the finished model, which is not in memory."""
+    parts = name.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        path = ".".join(parts[:i])
+        if workspace.has(path):
+            return workspace.tensor(path, ".".join(parts[i:]))
+    return files.read(name).to(model.get_parameter(name).dtype)
+
+
+def _extras(model: nn.Module, source: Path, staging: Path) -> None:
+    write_config(model, staging, quantized=True)
+    for name in _TOKENIZER:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, staging / name)
+
+
+def _digest(batches: Sequence[Batch]) -> str:
+    """A name for the data that changes with it."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for leaf in leaves([batch.args, sorted(batch.kwargs), batch.kwargs]):
+            if isinstance(leaf, Tensor):
+                digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
+                digest.update(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().data if leaf.numel() else b"")
+            else:
+                digest.update(repr(leaf).encode())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _workspace(resume: str | os.PathLike[str] | None, output: Path, job: dict[str, Any]) -> Iterator[Workspace]:
+    """The workspace of all processes, which the first of them makes and removes; without ``resume`` also after an error."""
+    ranks = Ranks()
+    error: Exception | None = None
+    folder = Path()
+    if ranks.rank == 0:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".quantizing-", dir=output.parent) if resume is None else resume)
+        try:
+            Workspace(folder).prepare(job)
+        except (ValueError, OSError) as found:
+            error = found
+    error, folder = ranks.agreed((error, folder))
+    if error is not None:
+        raise error
+    workspace = Workspace(folder)
+    try:
+        yield workspace
+        ranks.wait()
+        if ranks.rank == 0:
+            workspace.remove()
+    finally:
+        if resume is None and ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
