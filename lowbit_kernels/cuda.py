@@ -104,6 +104,13 @@ def _only_hopper(call: Call) -> str | None:
     )
 
 
+def _few_rows_or_small(call: Call) -> str | None:
+    """More than eight rows of x cost a second pass over larger weights, for which Hopper has a better kernel."""
+    if call.m <= 8 or call.arch != 90 or (call.n <= 4096 and call.k <= 4096):
+        return None
+    return f"takes at most 8 rows of x on 9.0 where N or K is more than 4096, got M={call.m}, N={call.n}, K={call.k}"
+
+
 def _tile_groups(size: int) -> str | None:
     return None if size in (-1, 32, 64, 128) else "takes 32, 64, 128 and the row"
 
@@ -138,8 +145,28 @@ for _name, _formats, _scales, _groups in (
         lambda g: None if g == 16 else "takes 16",
     ),
 ):
+    register(
+        Kernel(
+            _name,
+            "linear",
+            halves_linear,
+            "exact",
+            devices=frozenset({"cuda"}),
+            layout="tiles",
+            formats=_formats,
+            zero_points=frozenset({"none", "int"}),
+            scales=_scales,
+            groups=_groups,
+            dtypes=frozenset({torch.float16, torch.bfloat16}),
+            m=(1, 16),
+            arch=80,
+            available=available,
+            also=_few_rows_or_small,
+            tiles=((2, 16, 256), (8, 16, 512), (16, 16, 512)),
+        )
+    )
     for _rows, _contract in (
-        (((17, 64), "exact"), ((65, None), "weights rounded once")) if _scales is ALL_PLAIN_SCALES else (((17, None), "exact"),)
+        (((9, 64), "exact"), ((65, None), "weights rounded once")) if _scales is ALL_PLAIN_SCALES else (((9, None), "exact"),)
     ):
         register(
             Kernel(
@@ -158,28 +185,9 @@ for _name, _formats, _scales, _groups in (
                 arch=90,
                 available=available,
                 also=_only_hopper,
-                tiles=((32, 128, 512), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
+                tiles=((16, 128, 512), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
             )
         )
-    register(
-        Kernel(
-            _name,
-            "linear",
-            halves_linear,
-            "exact",
-            devices=frozenset({"cuda"}),
-            layout="tiles",
-            formats=_formats,
-            zero_points=frozenset({"none", "int"}),
-            scales=_scales,
-            groups=_groups,
-            dtypes=frozenset({torch.float16, torch.bfloat16}),
-            m=(1, 16),
-            arch=80,
-            available=available,
-            tiles=((2, 16, 256), (8, 16, 512), (16, 16, 512)),
-        )
-    )
 register(
     Kernel(
         "cuda_gemv",

@@ -12,6 +12,8 @@
 //   constants(...)     from whether codes are two's complement, and from a table in shared memory
 //   row(z)             for the zero point z
 //   fragment(...)      the operands of one half of a step
+// A class with two parts also has a table in shared memory, which fill(...) writes, and twins(...), operands with both parts of
+// a number side by side.
 #pragma once
 
 #include "../formats.h"
@@ -40,11 +42,10 @@ struct Held {
   uint32_t word[planes_of(bits)][4];
 };
 
-// What a lane holds from `step` on: a plane of `width` bits has 8 / width steps in each 512 bytes. `columns`: that the planes
-// have here, where a part of a unit lies by itself.
+// What a lane holds from `step` on: a plane of `width` bits has 8 / width steps in each 512 bytes.
 template <int bits>
-__device__ __forceinline__ void hold(const uint8_t* unit, int lane, int step, Held<bits>& held,
-                                     int columns = Unit<bits, 0, false>::columns) {
+__device__ __forceinline__ void hold(const uint8_t* unit, int lane, int step, Held<bits>& held) {
+  constexpr int columns = Unit<bits, 0, false>::columns;
 #pragma unroll
   for (int p = 0; p < planes_of(bits); p++) {
     const int fields = 8 / width_of(bits, p);

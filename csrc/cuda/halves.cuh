@@ -19,11 +19,11 @@
 
 namespace lowbit::cuda {
 
-// `octets`: eight rows of x, and as many again.
 template <class F, class T, Scales scales, int run, int octets>
-__global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(const __grid_constant__ Halves a) {
-  using P = Piece<F, octets>;
-  constexpr int outputs = outputs_of_tile(octets);
+__global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_linear(const __grid_constant__ Halves a) {
+  constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns, outputs = outputs_of_tile(octets);
+  constexpr bool folds = (scales == Scales::e8m0 || scales == Scales::e4m3) && !F::takes_zero;
+  constexpr bool meets_x_early = !folds || units_of_slice == 1;  // else the code grows beyond what the first tile gains
   extern __shared__ __align__(128) uint8_t memory[];
   const int lane = threadIdx.x, place = threadIdx.y, turn = threadIdx.z, warp = turn * a.slices_of_pass + place;
   const int thread = warp * 32 + lane, threads = a.slices_of_pass * a.turns * 32;
@@ -35,54 +35,33 @@ __global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(co
   const int tiles_of_share = (a.fewest_tiles + a.blocks_of_cluster) / a.blocks_of_cluster;
   const uint8_t* weights = a.units + first_tile * a.units_of_row * a.unit.size;
   const auto slice_in = [&](int pass) { return (block * a.passes + pass) * a.slices_of_pass + place; };
-  const auto part_in = [&](int pass) { return slice_in(pass) % P::of_unit; };
-  const auto pieces_in = [&](int pass) { return min(P::of_slice, a.units_of_row * P::of_unit - slice_in(pass) * P::of_slice); };
-  const auto unit_of = [&](int pass, int tile, int piece) {
-    const int unit = (slice_in(pass) * P::of_slice + piece) / P::of_unit;
-    return weights + (static_cast<int64_t>(tile) * a.units_of_row + unit) * a.unit.size;
+  const auto units_in = [&](int pass) { return min(units_of_slice, a.units_of_row - slice_in(pass) * units_of_slice); };
+  const auto bytes_of = [&](int pass, int tile) {  // the first unit of the slice
+    return weights + (static_cast<int64_t>(tile) * a.units_of_row + slice_in(pass) * units_of_slice) * a.unit.size;
   };
 
   let_dependents_start();
   if (a.blocks_of_cluster > 1) arrive_at_cluster();
 #if LOWBIT_BULK_COPIES
-  uint8_t* ring = memory + a.at.ring + warp * a.stages * a.slot_bytes;
+  uint8_t* ring = memory + a.at.ring + warp * a.stages * a.unit.size;
   uint64_t* barriers = reinterpret_cast<uint64_t*>(memory + a.at.barriers) + warp * a.stages;
   const uint64_t policy = read_once();
-  // Of the two buffers of partial sums: that all warps have written them, and that all have added them up.
-  uint64_t *written = reinterpret_cast<uint64_t*>(memory + a.at.barriers) + threads / 32 * a.stages, *added = written + 2;
   if (lane == 0) {
-    if (warp == 0) {
-#pragma unroll
-      for (int b = 0; b < 4; b++) start_barrier(written + b, threads / 32);
-    }
 #pragma unroll 1
     for (int s = 0; s < a.stages; s++) start_barrier(barriers + s);
     show_barriers_to_copies();
   }
   __syncwarp();
-  int stage = 0, parity = 0, slot = 0;  // where in the ring pieces are read and copied
-  int next_pass = 0, copied = 0;        // of the warp's pieces in that pass
+  int stage = 0, parity = 0, slot = 0;  // where in the ring units are read and copied
+  int next_pass = 0, copied = 0;        // of the warp's units in that pass
   const auto start_copy = [&] {
-    const int count = next_pass < a.passes ? pieces_in(next_pass) : 0;
+    const int count = next_pass < a.passes ? units_in(next_pass) : 0;
     if (count <= 0) return;
-    const int slice = P::of_slice == 1 || count == 1 ? copied : copied / 2, tile = turn + slice * a.turns;
+    const int slice = units_of_slice == 1 || count == 1 ? copied : copied / 2, tile = turn + slice * a.turns;
     if (tile < tiles) {
-      if (lane == 0) {
-        uint8_t* to = ring + slot * a.slot_bytes;
-        const uint8_t* from = unit_of(next_pass, tile, copied - slice * count);
-        expect(barriers + slot, a.slot_bytes);
-        if constexpr (P::of_unit == 1) {
-          copy_expected(to, from, a.slot_bytes, barriers + slot, policy);
-        } else {
-#pragma unroll
-          for (int p = 0; p < planes_of(F::bits); p++) {
-            copy_expected(to, from + P::plane_at(p, part_in(next_pass)), P::plane_bytes(p), barriers + slot, policy);
-            to += P::plane_bytes(p);
-          }
-          if (a.unit.size > a.unit.scale_at)
-            copy_expected(to, from + a.unit.scale_at, a.unit.size - a.unit.scale_at, barriers + slot, policy);
-        }
-      }
+      if (lane == 0)
+        copy(ring + slot * a.unit.size, bytes_of(next_pass, tile) + (copied - slice * count) * a.unit.size, a.unit.size,
+             barriers + slot, policy);
       if (++slot == a.stages) slot = 0;
       copied++;
     }
@@ -113,40 +92,10 @@ __global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(co
   };
   wait_for_predecessors();
 
-  // Adds up the slices of one batch of a pass, which is the `index`-th of all.
-  const auto add_slices = [&](int index, int pass, int batch) {
-    const int first = batch * a.tiles_of_batch, count = min(a.tiles_of_batch, tiles - first);
-    const float* sums = partial + index % 2 * a.tiles_of_batch * a.slices_of_pass * outputs;
-#if LOWBIT_BULK_COPIES
-    wait(written + index % 2, index / 2 & 1);
-#else
-    __syncthreads();
-#endif
-    for (int i = thread; i < count * outputs; i += threads) {
-      const int tile = i / outputs, output = i % outputs, m = output / rows_of_tile;
-      if (m >= a.m) continue;
-      float sum = pass ? total[first * outputs + i] : 0;
-      const float* slices = sums + tile * a.slices_of_pass * outputs + output;
-#pragma unroll 4
-      for (int s = 0; s < a.slices_of_pass; s++) sum += slices[s * outputs];
-      if (pass + 1 < a.passes) {
-        total[first * outputs + i] = sum;
-      } else if (a.blocks_of_cluster == 1) {
-        write(first + tile, output, sum);
-      } else {
-        const int owner = (first + tile) % a.blocks_of_cluster, place_there = (first + tile) / a.blocks_of_cluster;
-        send(shares + (block * tiles_of_share + place_there) * outputs + output, owner, sum);
-      }
-    }
-#if LOWBIT_BULK_COPIES
-    __syncwarp();
-    if (lane == 0) arrive(added + index % 2);
-#endif
-  };
-
-  int index = 0;  // of the batch, of all passes; its slices are added when the warp has done the next one
+  int turned = 0;  // the buffer of `partial` that is written next
   for (int pass = 0; pass < a.passes; pass++) {
-    const int pieces = pieces_in(pass);
+    const int units = units_in(pass);
+    const bool is_last = pass + 1 == a.passes;
     SliceOfX<octets> slice;
     slice.start_loads(a, slice_in(pass));
 #if LOWBIT_BULK_COPIES
@@ -166,25 +115,26 @@ __global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(co
         zeros = (n < a.n ? a.zero_point[n] : 0) | (n + 8 < a.n ? a.zero_point[n + 8] : 0) << 8;
       }
 #pragma unroll
-      for (int u = 0; u < P::of_slice; u++) {
-        if (u >= pieces) break;
+      for (int u = 0; u < units_of_slice; u++) {
+        if (u >= units) break;
 #if LOWBIT_BULK_COPIES
         wait(barriers + stage, parity);
-        start_copy();  // where the piece before this one was
-        const P piece = P::copied(ring + stage * a.slot_bytes, a.unit, part_in(pass));
+        start_copy();  // where the unit before this one was
+        const uint8_t* unit = ring + stage * a.unit.size;
 #else
-        const P piece = P::in(unit_of(pass, tile, u), a.unit, part_in(pass));
+        const uint8_t* unit = bytes_of(pass, tile) + u * a.unit.size;
 #endif
-        constexpr int steps = P::columns / 32;
+        constexpr int steps = steps_of_slice / units_of_slice;
         const auto as_it_is = [](int) {};
         const auto products = [&](auto is_folded, auto prepare) {
-          products_of_piece<F, T, scales, run, decltype(is_folded)::value, octets>(piece, a, constants, zeros, slice.x, u * steps, sum, prepare);
+          products_of_unit<F, T, scales, run, decltype(is_folded)::value, octets>(unit, a, constants, zeros, slice.x, u * steps,
+                                                                                  sum, prepare);
         };
         const auto prepare = [&](int step) {
           if constexpr (decltype(is_first)::value) put_in_order(step);
         };
-        if constexpr ((scales == Scales::e8m0 || scales == Scales::e4m3) && !F::takes_zero) {
-          if (may_fold<F, scales, run, P::columns>(piece.scales, lane)) {
+        if constexpr (folds) {
+          if (may_fold<F, scales, run>(unit + a.unit.scale_at, lane)) {
             products(std::true_type(), prepare);
           } else {
 #pragma unroll
@@ -200,44 +150,48 @@ __global__ void __launch_bounds__(most_warps_of_halves * 32, 1) halves_linear(co
 #endif
       }
     };
+    if constexpr (!meets_x_early) {
+#pragma unroll
+      for (int step = 0; step < steps_of_slice; step++) put_in_order(step);
+    }
     if (pass == 0 && a.blocks_of_cluster > 1) wait_at_cluster();  // all blocks have started, so that they can be sent to
 #pragma unroll 1
-    for (int batch = 0; batch < batches; batch++, index++) {
+    for (int batch = 0; batch < batches; batch++, turned ^= 1) {
       const int first = batch * a.tiles_of_batch, count = min(a.tiles_of_batch, tiles - first);
-      float* sums = partial + index % 2 * a.tiles_of_batch * a.slices_of_pass * outputs;
+      float* sums = partial + turned * a.tiles_of_batch * a.slices_of_pass * outputs;
 #pragma unroll 1
       for (int tile = first + turn; tile < first + count; tile += a.turns) {
         float sum[octets][4] = {};
-        if (batch == 0 && tile == turn) {
-          products_of_tile(std::true_type(), tile, sum);
+        if (meets_x_early && batch == 0 && tile == turn) {
+          products_of_tile(std::bool_constant<meets_x_early>(), tile, sum);
         } else {
           products_of_tile(std::false_type(), tile, sum);
         }
-#if LOWBIT_BULK_COPIES
-        if (index >= 2) wait(added + index % 2, (index / 2 - 1) & 1);
-#endif
         float* to = sums + ((tile - first) * a.slices_of_pass + place) * outputs + lane % 4 * 2 * rows_of_tile + lane / 4;
 #pragma unroll
         for (int e = 0; e < octets; e++)
 #pragma unroll
           for (int i = 0; i < 4; i++) to[(e * 8 + i % 2) * rows_of_tile + i / 2 * 8] = sum[e][i];
       }
-#if LOWBIT_BULK_COPIES
-      __syncwarp();
-      if (lane == 0) arrive(written + index % 2);
-      if (batch > 0) {
-        add_slices(index - 1, pass, batch - 1);
-      } else if (pass > 0) {
-        add_slices(index - 1, pass - 1, batches - 1);
+      __syncthreads();
+      for (int i = thread; i < count * outputs; i += threads) {
+        const int tile = i / outputs, output = i % outputs, m = output / rows_of_tile;
+        if (m >= a.m) continue;
+        float sum = pass ? total[first * outputs + i] : 0;
+        const float* slices = sums + tile * a.slices_of_pass * outputs + output;
+#pragma unroll 4
+        for (int s = 0; s < a.slices_of_pass; s++) sum += slices[s * outputs];
+        if (!is_last) {
+          total[first * outputs + i] = sum;
+        } else if (a.blocks_of_cluster == 1) {
+          write(first + tile, output, sum);
+        } else {
+          const int owner = (first + tile) % a.blocks_of_cluster, place_there = (first + tile) / a.blocks_of_cluster;
+          send(shares + (block * tiles_of_share + place_there) * outputs + output, owner, sum);
+        }
       }
-#else
-      add_slices(index, pass, batch);
-#endif
     }
   }
-#if LOWBIT_BULK_COPIES
-  add_slices(index - 1, a.passes - 1, batches - 1);
-#endif
   if (a.blocks_of_cluster == 1) return;
   arrive_at_cluster();
   wait_at_cluster();

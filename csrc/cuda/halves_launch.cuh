@@ -18,27 +18,35 @@ inline HalvesMemory memory_of(const Halves& a, int octets, int stages, int table
   const int bytes_of_tile = outputs_of_tile(octets) * 4;
   const bool is_one_pass = a.passes == 1, is_one_batch = is_one_pass && most_tiles <= a.tiles_of_batch;
   HalvesMemory at = {};
-  at.x = at.ring + warps * stages * a.slot_bytes;
+  at.x = at.ring + warps * stages * a.unit.size;
   at.partial = at.x + warps * bytes_of_x;
   at.total = at.partial + (is_one_batch ? 1 : 2) * a.tiles_of_batch * a.slices_of_pass * bytes_of_tile;
   at.shares = at.total + (is_one_pass ? 0 : most_tiles * bytes_of_tile);
   const int tiles_of_share = (a.fewest_tiles + a.blocks_of_cluster) / a.blocks_of_cluster;
   at.table = at.shares + (a.blocks_of_cluster == 1 ? 0 : a.blocks_of_cluster * tiles_of_share * bytes_of_tile);
   at.barriers = at.table + table_bytes;
-  at.all = at.barriers + (warps * stages + 4) * 8;
+  at.all = at.barriers + warps * stages * 8;
   return at;
 }
 
+template <class F, class = void>
+constexpr int table_bytes_of_halves = 0;
+template <class F>
+constexpr int table_bytes_of_halves<F, std::enable_if_t<(F::table_size > 0)>> = F::table_size * sizeof(uint2);
+
 // Tiles to clusters, slices to blocks, passes and warps, and shared memory to what they need.
-template <class P>
-void share_out(Halves& a, int octets, const Gpu& device, bool has_ring, HalvesPlan plan, int table_bytes) {
-  const int columns = columns_of_slice(octets), all_slices = std::max((a.k + columns - 1) / columns, 1);
-  const int warps = plan.warps ? plan.warps : most_warps_of_halves;
-  a.blocks_of_cluster = has_ring ? std::min(std::max(plan.blocks_of_cluster, 1), all_slices) : 1;
+template <class F, int octets>
+void share_out(Halves& a, const Gpu& device, bool has_ring, HalvesPlan plan) {
+  constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns, table_bytes = table_bytes_of_halves<F>;
+  constexpr int most_warps = most_warps_of_halves(octets);
+  const int all_slices = std::max((a.k + columns_of_slice - 1) / columns_of_slice, 1);
+  const int warps = plan.warps ? std::min(plan.warps, most_warps) : most_warps;
+  // Two blocks where one would work in passes and a few tiles are left to hide what a cluster costs.
+  const bool pays = all_slices > warps && a.tiles <= 4 * device.processors;
+  a.blocks_of_cluster = !has_ring ? 1 : std::min(plan.blocks_of_cluster ? plan.blocks_of_cluster : pays ? 2 : 1, all_slices);
   const int slices = (all_slices + a.blocks_of_cluster - 1) / a.blocks_of_cluster;
   a.passes = (slices + warps - 1) / warps;
   a.slices_of_pass = (slices + a.passes - 1) / a.passes;
-  a.slot_bytes = P::code_bytes + a.unit.size - a.unit.scale_at;
   for (int64_t most_of_block = 64; most_of_block; most_of_block /= 2) {
     const int64_t at_once = device.processors / a.blocks_of_cluster;
     a.clusters = std::min(a.tiles, std::max(at_once, (a.tiles + most_of_block - 1) / most_of_block));
@@ -47,22 +55,17 @@ void share_out(Halves& a, int octets, const Gpu& device, bool has_ring, HalvesPl
     const int most_tiles = a.fewest_tiles + (a.clusters_with_more > 0);
     a.turns = std::min(warps / a.slices_of_pass, most_tiles);
     const int tiles_of_turn = (most_tiles + a.turns - 1) / a.turns;
-    const int pieces_of_warp = tiles_of_turn * a.passes * std::min(P::of_slice, a.units_of_row);
+    const int units_of_warp = tiles_of_turn * a.passes * std::min(units_of_slice, a.units_of_row);
     const int fewest = has_ring ? 2 : 0;
     for (int tiles : {tiles_of_turn <= 4 && a.passes == 1 ? tiles_of_turn : 2, 1}) {
       a.tiles_of_batch = a.turns * tiles;
-      a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 2 * P::of_unit, pieces_of_warp)) : 0;
+      a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 2 * octets, units_of_warp)) : 0;
       while (a.stages > fewest && memory_of(a, octets, a.stages, table_bytes).all > device.memory) a.stages--;
       a.at = memory_of(a, octets, a.stages, table_bytes);
       if (a.at.all <= device.memory) return;
     }
   }
 }
-
-template <class F, class = void>
-constexpr int table_bytes_of_halves = 0;
-template <class F>
-constexpr int table_bytes_of_halves<F, std::enable_if_t<(F::table_size > 0)>> = F::table_size * sizeof(uint2);
 
 template <class F, class T, Scales scales, int run, int octets>
 cudaError_t launch_halves_kernel(Halves a, HalvesPlan plan, cudaStream_t stream) {
@@ -84,7 +87,7 @@ cudaError_t launch_halves_kernel(Halves a, HalvesPlan plan, cudaStream_t stream)
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
   const bool is_early = has_ring && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
 
-  share_out<Piece<F, octets>>(a, octets, device, has_ring, plan, table_bytes_of_halves<F>);
+  share_out<F, octets>(a, device, has_ring, plan);
   a.early_stages = !is_early ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : a.stages - 1);
 
   cudaLaunchConfig_t config = {};

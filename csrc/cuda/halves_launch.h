@@ -7,12 +7,12 @@
 
 namespace lowbit::cuda {
 
+// Rows of x count in octets here: one or two of them, of which the first m rows are there.
 constexpr int most_rows_of_halves = 16, most_blocks_of_cluster = 4;
-constexpr int most_warps_of_halves = 16, registers_of_x = 64;
+__host__ __device__ constexpr int most_warps_of_halves(int octets) { return 16 / octets; }  // whose registers hold x
 
-// What those registers hold of so many eights of rows of x.
-__host__ __device__ constexpr int columns_of_slice(int octets) { return registers_of_x / octets * 8; }
-__host__ __device__ constexpr int outputs_of_tile(int octets) { return octets * 8 * rows_of_tile; }  // the first m rows of x count
+constexpr int columns_of_slice = 512, steps_of_slice = columns_of_slice / 32;
+__host__ __device__ constexpr int outputs_of_tile(int octets) { return octets * 8 * rows_of_tile; }
 constexpr int pitch_of_x = 144, bytes_of_x = 8 * pitch_of_x;  // 64 columns of each row of x, spread over all banks
 
 // Where things are in a block's shared memory, each on 16 bytes.
@@ -36,7 +36,7 @@ struct Halves {
   int blocks_of_cluster;               // they share out the slices of x and add their sums
   int passes, slices_of_pass, turns;   // a block's warps: one for each slice of a pass and each of so many tiles
   int tiles_of_batch;                  // whose slices are added at a time
-  int slot_bytes, stages, early_stages;  // of each warp's ring, one of them in use; copies that start before x is waited for
+  int stages, early_stages;            // of each warp's ring, one of them in use; copies that start before x is waited for
   int fewest_tiles, clusters_with_more;  // the first clusters have a tile more than the others
   int group_shift;                     // a group has 2^that columns
   HalvesMemory at;
@@ -47,6 +47,13 @@ struct Halves {
 struct HalvesPlan {
   int warps, stages, early_stages, blocks_of_cluster;
 };
+
+// Those of one width are compiled in a file of their own.
+template <int bits>
+cudaError_t launch_halves_of_width(const Halves& a, bool x_is_half, HalvesPlan plan, cudaStream_t stream);
+cudaError_t launch_halves_of_fp4(const Halves& a, bool x_is_half, HalvesPlan plan, cudaStream_t stream);
+cudaError_t launch_halves_of_fp6(const Halves& a, int exponent, bool x_is_half, HalvesPlan plan, cudaStream_t stream);
+cudaError_t launch_halves_of_fp8(const Halves& a, int exponent, bool x_is_half, HalvesPlan plan, cudaStream_t stream);
 
 // Each takes a group of 32, 64, 128 columns or the row under plain scales; integers of 8 bits and floats a group of 32 under
 // e8m0 as well, and e2m1 one of 16 under e4m3.

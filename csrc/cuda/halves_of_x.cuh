@@ -6,35 +6,24 @@
 
 namespace lowbit::cuda {
 
-// Sixteen bytes of x, past the first cache: rows of x lie powers of two apart, and would wait there for each other's places.
-__device__ __forceinline__ uint4 load_past_cache(const void* from) {
-  uint4 w;
-  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-               : "l"(from)
-               : "memory");
-  return w;
-}
-
 // Two registers for each half of a step and each eight rows; zeros beyond the last row and column. The loads are all under way
 // at once, in no order that the tensor cores know; then 64 columns at a time pass through shared memory, where ldmatrix gives
 // each lane its own.
 template <int octets>
 struct SliceOfX {
-  static constexpr int steps = columns_of_slice(octets) / 32;
-  uint32_t x[octets][4 * steps];
+  uint32_t x[octets][4 * steps_of_slice];
 
   __device__ __forceinline__ void start_loads(const Halves& a, int slice) {
-    const int row = threadIdx.x / 8, column = slice * columns_of_slice(octets) + threadIdx.x % 8 * 8;
+    const int row = threadIdx.x / 8, column = slice * columns_of_slice + threadIdx.x % 8 * 8;
     const uint16_t* from = static_cast<const uint16_t*>(a.x) + static_cast<int64_t>(row) * a.k + column;
 #pragma unroll
-    for (int j = 0; j < steps; j++)
+    for (int j = 0; j < steps_of_slice; j++)
 #pragma unroll
       for (int e = 0; e < octets; e++) {
         const int further = e * 8 + j % 2 * 4;
         uint4 w = {0, 0, 0, 0};
         if (a.x_on_16_bytes && row + further < a.m && column + j / 2 * 64 < a.k)
-          w = load_past_cache(from + static_cast<int64_t>(further) * a.k + j / 2 * 64);
+          w = *reinterpret_cast<const uint4*>(from + static_cast<int64_t>(further) * a.k + j / 2 * 64);
         x[e][4 * j] = w.x;
         x[e][4 * j + 1] = w.y;
         x[e][4 * j + 2] = w.z;
@@ -57,7 +46,7 @@ struct SliceOfX {
       } else {
 #pragma unroll 1
         for (int i = lane; i < 8 * 64; i += 32) {
-          const int m = e * 8 + i / 64, k = slice * columns_of_slice(octets) + step * 32 + i % 64;
+          const int m = e * 8 + i / 64, k = slice * columns_of_slice + step * 32 + i % 64;
           const bool is_there = m < a.m && k < a.k;
           *reinterpret_cast<uint16_t*>(memory + i / 64 * pitch_of_x + i % 64 * 2) =
               is_there ? static_cast<const uint16_t*>(a.x)[static_cast<int64_t>(m) * a.k + k] : 0;

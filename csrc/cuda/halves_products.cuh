@@ -9,38 +9,6 @@ namespace lowbit::cuda {
 // Which scales a kernel reads: of a type that is known when it is compiled, or one of the plain ones.
 enum class Scales { bfloat16, plain, e8m0, e4m3 };
 
-// What a warp takes of a unit at a time, the columns of its slice: all of it, or a half.
-template <class F, int octets>
-struct Piece {
-  static constexpr int unit_columns = Unit<F::bits, 0, false>::columns;
-  static constexpr int columns = unit_columns < columns_of_slice(octets) ? unit_columns : columns_of_slice(octets);
-  static constexpr int of_unit = unit_columns / columns, of_slice = columns_of_slice(octets) / columns;
-  static constexpr int code_bytes = rows_of_tile * columns * F::bits / 8;
-
-  const uint8_t *codes, *scales, *zeros;
-  int columns_of_planes;
-
-  // Where it lies by itself, behind its codes all scales and zero points of the unit.
-  static __device__ Piece copied(const uint8_t* from, const UnitPlan& unit, int part) {
-    return at(from, from + code_bytes - unit.scale_at, unit, part, columns);
-  }
-  // Where it lies in its unit.
-  static __device__ Piece in(const uint8_t* from, const UnitPlan& unit, int part) { return at(from, from, unit, part, unit_columns); }
-
-  // Bytes of plane `p` that are its own, and where they begin in the unit.
-  static __host__ __device__ constexpr int plane_bytes(int p) { return rows_of_tile * columns * width_of(F::bits, p) / 8; }
-  static __host__ __device__ constexpr int plane_at(int p, int part) {
-    return rows_of_tile * unit_columns * lowest_bit_of(F::bits, p) / 8 + part * plane_bytes(p);
-  }
-
- private:
-  static __device__ Piece at(const uint8_t* codes, const uint8_t* unit_of_scales, const UnitPlan& unit, int part, int columns) {
-    if (of_unit == 1) part = 0;
-    return {codes, unit_of_scales + unit.scale_at + part * ((unit.zero_at - unit.scale_at) / of_unit),
-            unit_of_scales + unit.zero_at + part * (unit.groups / of_unit) * rows_of_tile, columns};
-  }
-};
-
 // The scales of a lane's two rows in a group; ones where they are not in the unit. Without a branch, where the type is known:
 // the loads of a unit may then run ahead of its products.
 template <Scales scales>
@@ -48,17 +16,18 @@ __device__ __forceinline__ float2 scales_of_group(const uint8_t* of_unit, const 
   if constexpr (scales == Scales::e8m0) return two_scales_of(of_unit, ScaleType::e8m0, group, lane);
   if constexpr (scales == Scales::e4m3) return two_scales_of(of_unit, ScaleType::e4m3, group, lane);
   if constexpr (scales == Scales::plain) return a.unit.groups ? two_scales_of(of_unit, a.scale_type, group, lane) : float2{1, 1};
-  uint32_t two = *reinterpret_cast<const uint32_t*>(of_unit + (a.unit.groups ? (group * rows_of_tile + lane / 4 * 2) * 2 : 0));
+  const int place = (group * rows_of_tile + lane / 4 * 2) * 2;
+  uint32_t two = *reinterpret_cast<const uint32_t*>(of_unit + (a.unit.groups ? place : -a.unit.scale_at));
   if (a.unit.groups == 0) two = 0x3f803f80u;
   return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
 }
 
 // Whether the products of numbers and scales of a unit are exact in 16 bits: whether all scales are of the usual sizes.
-template <class F, Scales scales, int run, int columns>
+template <class F, Scales scales, int run>
 __device__ __forceinline__ bool may_fold(const uint8_t* of_unit, int lane) {
   uint32_t unusual = 0;  // the highest bit of each byte
 #pragma unroll
-  for (int i = 0; i < columns / run / 8; i++) {
+  for (int i = 0; i < Unit<F::bits, 0, false>::columns / run / 8; i++) {
     const uint32_t four = *reinterpret_cast<const uint32_t*>(of_unit + (i * 32 + lane) * 4);
     if constexpr (scales == Scales::e8m0) {
       unusual |= four;
@@ -70,15 +39,14 @@ __device__ __forceinline__ bool may_fold(const uint8_t* of_unit, int lane) {
   return __all_sync(0xffffffffu, (unusual & 0x80808080u) == 0);
 }
 
-// Adds the products of a piece to `sum`: rows g and g + 8 of the tile times rows 2t and 2t + 1 of each eight rows of x, whose
-// columns begin at step `first` of the slice and are theirs after `prepare` of a step. `run`: columns whose sum is scaled at once, a divisor of a group. `is_folded`:
-// scales multiply the weights instead.
+// Adds the products of a unit to `sum`: rows g and g + 8 of the tile times rows 2t and 2t + 1 of each eight rows of x. Its
+// columns of x begin at step `first` of the slice, and are in order after `prepare` of a step. `run`: columns whose sum is
+// scaled at once, a divisor of a group. `is_folded`: scales multiply the weights instead.
 template <class F, class T, Scales scales, int run, bool is_folded, int octets, class Prepare>
-__device__ __forceinline__ void products_of_piece(const Piece<F, octets>& piece, const Halves& a,
-                                                  const typename F::Constants& constants, uint32_t row_zeros,
-                                                  const uint32_t (&x)[octets][registers_of_x / octets], int first,
-                                                  float (&sum)[octets][4], Prepare prepare) {
-  constexpr int steps = Piece<F, octets>::columns / 32;
+__device__ __forceinline__ void products_of_unit(const uint8_t* unit, const Halves& a, const typename F::Constants& constants,
+                                                 uint32_t row_zeros, const uint32_t (&x)[octets][4 * steps_of_slice],
+                                                 int first, float (&sum)[octets][4], Prepare prepare) {
+  constexpr int steps = Unit<F::bits, 0, false>::columns / 32;
   const int lane = threadIdx.x;
   Held<F::bits> held;
   typename F::Row row = F::row(row_zeros & 0xff), row8 = F::row(row_zeros >> 8);
@@ -87,14 +55,14 @@ __device__ __forceinline__ void products_of_piece(const Piece<F, octets>& piece,
 #pragma unroll
   for (int step = 0; step < steps; step++) {
     prepare(first + step);
-    hold<F::bits>(piece.codes, lane, step, held, piece.columns_of_planes);
+    hold<F::bits>(unit, lane, step, held);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int column = step * 32 + half * 16;
       const int group = scales == Scales::e8m0 || scales == Scales::e4m3 ? column / run : column >> a.group_shift;
       if constexpr (is_folded) {
         if (column % run == 0) {
-          const uint8_t* two = piece.scales + group * rows_of_tile + lane / 4 * 2;
+          const uint8_t* two = unit + a.unit.scale_at + group * rows_of_tile + lane / 4 * 2;
           row = scales == Scales::e8m0 ? F::row_with_e8m0(two[0]) : F::row_with_e4m3(two[0]);
           row8 = scales == Scales::e8m0 ? F::row_with_e8m0(two[1]) : F::row_with_e4m3(two[1]);
         }
@@ -103,11 +71,11 @@ __device__ __forceinline__ void products_of_piece(const Piece<F, octets>& piece,
         for (int e = 0; e < octets; e++)
 #pragma unroll
           for (int i = 0; i < 4; i++) c[e][0][i] = c[e][1][i] = 0;
-        scale = scales_of_group<scales>(piece.scales, a, group, lane);
+        scale = scales_of_group<scales>(unit + a.unit.scale_at, a, group, lane);
         if constexpr (F::takes_zero) {
           const bool has_zeros = a.has_zero && a.unit.groups;
           uint32_t zeros = *reinterpret_cast<const uint16_t*>(
-              has_zeros ? piece.zeros + group * rows_of_tile + lane / 4 * 2 : piece.codes);
+              has_zeros ? unit + a.unit.zero_at + group * rows_of_tile + lane / 4 * 2 : unit);
           if (!has_zeros) zeros = row_zeros;
           row = F::row(zeros & 0xff);
           row8 = F::row(zeros >> 8);
