@@ -32,7 +32,7 @@ struct Shape {
   static constexpr int columns = columns_, batch = batch_, group = group_;
   static constexpr bool is_exact = is_exact_;
   static constexpr Scaling scaling = scaling_;
-  static constexpr int boxes_of_stage = columns <= 64 ? 2 : 1, box_bytes = columns * columns_of_box * 2;
+  static constexpr int boxes_of_stage = columns == 16 ? 4 : columns == 64 ? 2 : 1, box_bytes = columns * columns_of_box * 2;
   static constexpr int stage_columns = boxes_of_stage * columns_of_box, stage_bytes = boxes_of_stage * box_bytes;
   static constexpr int threads = workers_of_block + 128;
 };
