@@ -285,8 +285,25 @@ struct Floats {
 
   static __device__ __forceinline__ void fragment(const Constants&, const Held<bits>& held, int step, int half, const Row& row,
                                                   const Row& row8, uint32_t (&a)[parts][4]) {
-    constexpr int highest = mantissa - 1 + exponent;  // where the bit behind the sign goes
-    constexpr uint32_t magnitude = twice(((1u << (bits - 1)) - 1) << (highest + 2 - bits));
+    make<top != Top::number>(held, step, half, row, row8, a, [](int, uint32_t) {});
+  }
+
+  // The same where a kernel looks for NaN by itself: `see` is given what is behind the signs of each pair, which for NaN is all
+  // ones of `magnitude`.
+  template <class See>
+  static __device__ __forceinline__ void fragment(const Constants&, const Held<bits>& held, int step, int half, const Row& row,
+                                                  const Row& row8, uint32_t (&a)[parts][4], See see) {
+    static_assert(has_nan);
+    make<false>(held, step, half, row, row8, a, see);
+  }
+  static constexpr int highest = mantissa - 1 + exponent;  // where the bit behind the sign goes
+  static constexpr uint32_t magnitude = twice(((1u << (bits - 1)) - 1) << (highest + 2 - bits));
+  static constexpr bool has_nan = top == Top::nan_where_all_ones;
+
+ private:
+  template <bool checks, class See>
+  static __device__ __forceinline__ void make(const Held<bits>& held, int step, int half, const Row& row, const Row& row8,
+                                              uint32_t (&a)[parts][4], See see) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, 8 - bits);  // the sign highest in its byte
@@ -296,13 +313,13 @@ struct Floats {
       } else {
         const uint32_t moved = shifted_left(codes, highest - (i < 2 ? 6 : 14)) & magnitude;
         uint32_t number = and_or(signs, 0x80008000u, moved);
-        if constexpr (top != Top::number) number = and_or(beyond(moved), ones, number);
+        see(i, moved);
+        if constexpr (checks) number = and_or(beyond(moved), ones, number);
         a[0][i] = fused<T>(number, i % 2 ? row8.factor : row.factor, 0x80008000u);
       }
     }
   }
 
- private:
   // Which of two numbers, before the multiplication, have a code for infinity or NaN; and the bits that make them one.
   static constexpr uint32_t ones = top == Top::infinity ? twice(((1u << (15 - mantissa)) - 1) << mantissa) : 0x7fff7fffu;
   static __device__ __forceinline__ uint32_t beyond(uint32_t moved) {

@@ -23,7 +23,7 @@
 
 namespace lowbit::cuda {
 
-constexpr int columns_of_box = 64;
+constexpr int columns_of_box = 64, before_x = 2;
 
 // How a block works: rows of x that it takes, columns of W whose products are under way together; the columns of a group (none
 // where a row is one), and whether its scale multiplies the sums of their products, or else the operands.
@@ -32,7 +32,7 @@ struct Shape {
   static constexpr int columns = columns_, batch = batch_, group = group_;
   static constexpr bool is_exact = is_exact_;
   static constexpr Scaling scaling = scaling_;
-  static constexpr int boxes_of_stage = columns <= 64 ? 2 : 1, box_bytes = columns * columns_of_box * 2;
+  static constexpr int boxes_of_stage = columns == 16 ? 4 : columns == 64 ? 2 : 1, box_bytes = columns * columns_of_box * 2;
   static constexpr int stage_columns = boxes_of_stage * columns_of_box, stage_bytes = boxes_of_stage * box_bytes;
   static constexpr int threads = workers_of_block + 128;
 };
@@ -55,6 +55,12 @@ constexpr int table_bytes_of = 0;
 template <class Codes>
 constexpr int table_bytes_of<Codes, std::enable_if_t<(Codes::table_size > 0)>> = Codes::table_size * sizeof(uint2);
 
+// Whether a code stands for NaN and none for infinity: then one of them makes all sums of its row NaN, whatever x is.
+template <class Codes, class = void>
+constexpr bool has_nan_of = false;
+template <class Codes>
+constexpr bool has_nan_of<Codes, std::enable_if_t<Codes::has_nan>> = true;
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // The units of W and the columns of x that a block works on.
 struct Share {
@@ -71,10 +77,13 @@ struct Ring {
   }
 };
 
+// Where a stage of x is large, only `before_x` units are asked for before x may be: all wait for x, and it waits for them.
+template <class S>
 __device__ __forceinline__ void copy_weights(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
   const int tiles = static_cast<int>(min(static_cast<int64_t>(tiles_of_block), a.tiles - share.first_tile)), size = a.unit.size;
   const uint64_t policy = gridDim.z == 1 ? read_once() : read_again();
   for (int u = share.first; u < share.last; u++, ring.advance()) {
+    if (S::columns == 256 && u == share.first + before_x) wait_for_predecessors();
     wait(ring.free + ring.stage, ring.parity ^ 1);
     expect(ring.full + ring.stage, tiles * size);
     for (int t = 0; t < tiles; t++)
@@ -156,6 +165,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
       hold<bits>(unit, lane, g * steps + s, held[s]);
     }
   };
+  uint32_t largest[2] = {}, largest_used[2];  // codes of each row, without their signs
   float2 now = {1.0f, 1.0f};
   ScaleParts of_row, of_row8;
   const auto decode = [&](int g) {
@@ -179,7 +189,14 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
       }
       if (i == 0 && g % batches_of_group == 0) scale[g / batches_of_group % 2] = now;
       uint32_t numbers[Codes::parts][4];
-      Codes::fragment(constants, held[i / 2], half / 2, half % 2, row, row8, numbers);
+      if constexpr (has_nan_of<Codes>) {
+        uint32_t seen[4];
+        Codes::fragment(constants, held[i / 2], half / 2, half % 2, row, row8, numbers, [&](int j, uint32_t pair) { seen[j] = pair; });
+        largest[0] = __vimax3_u16x2(largest[0], seen[0], seen[2]);
+        largest[1] = __vimax3_u16x2(largest[1], seen[1], seen[3]);
+      } else {
+        Codes::fragment(constants, held[i / 2], half / 2, half % 2, row, row8, numbers);
+      }
       if (!S::is_exact && has_groups) scale_operand<T, has_rest>(numbers, of_row, of_row8);
 #pragma unroll
       for (int p = 0; p < parts; p++)
@@ -226,6 +243,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
       wait_for_products<1>();
       if (g > 0 || (!S::is_exact && u > share.first)) free_x((g + batches - 1) % batches);
       if (g > 0 && g % batches_of_group == 0) add(g - 1);
+      if (g + 1 == batches) largest_used[0] = largest[0], largest_used[1] = largest[1];
       decode((g + 1) % batches);
     }
     if constexpr (S::is_exact) {  // at the end of a unit no products are under way
@@ -236,6 +254,17 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   }
   wait_for_products<0>();
   hold_registers(total);
+  if constexpr (has_nan_of<Codes>) {
+    if (share.first == share.last) return;
+    const auto is_nan = [&](uint32_t two) {
+      const bool here = two >> 16 == Codes::magnitude >> 16 || (two & 0xffff) == (Codes::magnitude & 0xffff);
+      return (__ballot_sync(~0u, here) >> lane / 4 * 4 & 15) != 0;  // in any of the lanes that share the row
+    };
+    const bool row_is = is_nan(largest_used[0]), row8_is = is_nan(largest_used[1]);
+#pragma unroll
+    for (int i = 0; i < S::columns / 2; i++)
+      if (i % 4 < 2 ? row_is : row8_is) total[i] = __uint_as_float(0x7fc00000u);
+  }
 }
 #endif
 
@@ -271,7 +300,7 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
     give_registers_back<40>();
     const int thread = threadIdx.x - workers_of_block;
     if (thread == 0) {
-      copy_weights(a, share, memory + at.weights, weights);
+      copy_weights<S>(a, share, memory + at.weights, weights);
     } else if (thread == 32) {
       wait_for_predecessors();
       copy_x<S>(a, share, memory, x);

@@ -58,19 +58,21 @@ struct Cost {
 };
 
 // Kernels whose operands are codes. Products of a whole group are under way together where registers hold as many operands.
-template <class Codes, class T, Scaling scaling>
+template <class Codes, class T, Scaling scaling, int columns>
 LaunchShape exact_of(int group) {
-  constexpr int most = Codes::parts == 1 ? 128 : 32;
-  return group == 32   ? launch_shape<Codes, T, Shape<64, 32, 32, true, scaling>>
-         : group == 64 ? launch_shape<Codes, T, Shape<64, std::min(most, 64), 64, true, scaling>>
-                       : launch_shape<Codes, T, Shape<64, most, 128, true, scaling>>;
+  constexpr int most = Codes::parts == 1 ? 128 : 64;
+  return group == 32   ? launch_shape<Codes, T, Shape<columns, 32, 32, true, scaling>>
+         : group == 64 ? launch_shape<Codes, T, Shape<columns, std::min(most, 64), 64, true, scaling>>
+                       : launch_shape<Codes, T, Shape<columns, most, 128, true, scaling>>;
 }
 
 // Kernels whose operands are weights.
-template <class Codes, class T, Scaling scaling, int group, int least = 64>
+template <class Codes, class T, Scaling scaling, int group, int least = 16>
 LaunchShape weights_of(int columns) {
-  if constexpr (least == 64)
-    if (columns == 64) return launch_shape<Codes, T, Shape<64, 64, group, false, scaling>>;
+  if constexpr (least == 16)
+    if (columns == 16) return launch_shape<Codes, T, Shape<16, 128, group, false, scaling>>;
+  if constexpr (least <= 64)
+    if (columns == 64) return launch_shape<Codes, T, Shape<64, 128, group, false, scaling>>;
   return columns == 128 ? launch_shape<Codes, T, Shape<128, 64, group, false, scaling>>
                         : launch_shape<Codes, T, Shape<256, 64, group, false, scaling>>;
 }
@@ -91,12 +93,13 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
   if (group && (is_e4m3 ? group != 16 : is_e8m0 ? group != 32 : group == 16)) return cudaErrorInvalidValue;
   // Weights are operands for many rows of x where they may be rounded, and for few ones where they are codes, or are not rounded.
   const bool weights_few = group ? is_narrow && rounds_nothing : !is_table, weights_many = weights_few || (may_round && a.m > 64);
-  static constexpr Cost costs[] = {{64, 3.0f, 1.5f, 2.0f}, {128, 3.0f, 2.0f, 3.0f}, {256, 2.5f, 3.0f, 5.0f}};
+  const bool has_16 = weights_few || (group && is_own);
+  static constexpr Cost costs[] = {{16, 3.0f, 1.0f, 1.3f}, {64, 3.0f, 1.5f, 2.0f}, {128, 3.0f, 2.0f, 3.0f}, {256, 2.5f, 3.0f, 5.0f}};
   int columns = plan.columns, parts = plan.parts;
   float least = 1e30f;
   for (const Cost& cost : costs) {
     if (plan.columns && cost.columns != plan.columns) continue;
-    if (cost.columns > 64 && !weights_many) continue;
+    if (cost.columns == 16 ? !has_16 : cost.columns > 64 && !weights_many) continue;
     for (int p = 1; p <= 4; p++) {
       if (plan.parts ? p != plan.parts : p > a.units_of_row) continue;
       static constexpr int at_once[] = {0, 132, 66, 39, 30};
@@ -107,7 +110,7 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
       if (us < least) least = us, columns = cost.columns, parts = p;
     }
   }
-  if (columns == 0) return cudaErrorInvalidValue;
+  if (least == 1e30f) return cudaErrorInvalidValue;  // a plan that is not for such weights
 
   LaunchShape launch = nullptr;
   if (columns > 64 || weights_few) {
@@ -121,9 +124,11 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
       if constexpr (takes_e4m3) launch = weights_of<Codes, T, Scaling::e4m3, 16>(columns);
     }
   } else if (!group) {
-    if constexpr (is_table) launch = launch_shape<Codes, T, Shape<64, 32, 128, true, Scaling::row>>;
+    if constexpr (is_table) launch = launch_shape<Codes, T, Shape<64, 64, 128, true, Scaling::row>>;
   } else if (!is_narrow) {
-    launch = is_own ? exact_of<Codes, T, Scaling::own>(group) : exact_of<Codes, T, Scaling::plain>(group);
+    launch = !is_own        ? exact_of<Codes, T, Scaling::plain, 64>(group)
+             : columns == 16 ? exact_of<Codes, T, Scaling::own, 16>(group)
+                             : exact_of<Codes, T, Scaling::own, 64>(group);
   } else if (is_e8m0) {
     if constexpr (takes_e8m0) launch = launch_shape<Codes, T, Shape<64, 32, 32, true, Scaling::e8m0>>;
   }
