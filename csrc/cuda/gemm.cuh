@@ -87,8 +87,8 @@ __device__ __forceinline__ void copy_weights(const Gemm& a, const Share& share, 
     wait(ring.free + ring.stage, ring.parity ^ 1);
     expect(ring.full + ring.stage, tiles * size);
     for (int t = 0; t < tiles; t++)
-      copy_expected(memory + (ring.stage * tiles_of_block + t) * size, a.units + ((share.first_tile + t) * a.units_of_row + u) * size,
-                    size, ring.full + ring.stage, policy);
+      copy_expected(memory + (ring.stage * tiles_of_block + t) * size,
+                    a.units + ((share.first_tile + t) * a.units_of_row + u) * size, size, ring.full + ring.stage, policy);
   }
 }
 
@@ -105,11 +105,11 @@ __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_
 }
 
 // The sums of a lane: rows lane / 4 and that + 8 of its warp's tile, columns 8 i + 2 (lane % 4) and that + 1 of x.
-// While the tensor cores multiply one batch of codes, the next one is read and decoded, and the sums of the one before are scaled.
+// While the tensor cores multiply one batch of codes, the sums of the one before are scaled, and the next one is decoded.
 template <class Codes, class T, class S>
 __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint8_t* memory, const uint8_t* units,
                                          const uint2* table, Ring weights, Ring x, float (&total)[S::columns / 2]) {
-  constexpr int bits = Codes::bits, unit_columns = Unit<bits, 0, false>::columns, batch = S::batch, batches = unit_columns / batch;
+  constexpr int bits = Codes::bits, batch = S::batch, batches = Unit<bits, 0, false>::columns / batch;
   constexpr int halves = batch / 16, steps = batch / 32, parts = S::is_exact ? Codes::parts : 1;
   constexpr int batches_of_group = S::is_exact ? S::group / batch : batches;
   constexpr bool has_zeros = Codes::takes_zero && (S::scaling == Scaling::plain || S::scaling == Scaling::own);
@@ -191,7 +191,8 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
       uint32_t numbers[Codes::parts][4];
       if constexpr (has_nan_of<Codes>) {
         uint32_t seen[4];
-        Codes::fragment(constants, held[i / 2], half / 2, half % 2, row, row8, numbers, [&](int j, uint32_t pair) { seen[j] = pair; });
+        const auto see = [&](int j, uint32_t pair) { seen[j] = pair; };
+        Codes::fragment(constants, held[i / 2], half / 2, half % 2, row, row8, numbers, see);
         largest[0] = __vimax3_u16x2(largest[0], seen[0], seen[2]);
         largest[1] = __vimax3_u16x2(largest[1], seen[1], seen[3]);
       } else {

@@ -84,17 +84,20 @@ LaunchShape rounded_of(int columns, int group) {
 }
 
 template <class Codes, class T>
-cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool rounds_nothing, GemmPlan plan, cudaStream_t stream) {
+cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool rounds_nothing, GemmPlan plan,
+                          cudaStream_t stream) {
   constexpr bool is_integer = Codes::takes_zero, is_table = Codes::parts > 1, is_half = std::is_same_v<T, __half>;
   constexpr bool takes_e8m0 = !is_table && (!is_integer || Codes::bits == 8), takes_e4m3 = !is_integer && Codes::bits == 4;
   const int group = a.unit.groups ? a.unit.group : 0;
   const bool is_e8m0 = a.scale_type == ScaleType::e8m0, is_e4m3 = a.scale_type == ScaleType::e4m3;
-  const bool is_own = a.scale_type == (is_half ? ScaleType::float16 : ScaleType::bfloat16), is_narrow = group && (is_e8m0 || is_e4m3);
+  const bool is_own = a.scale_type == (is_half ? ScaleType::float16 : ScaleType::bfloat16);
+  const bool is_narrow = group && (is_e8m0 || is_e4m3);
   if (group && (is_e4m3 ? group != 16 : is_e8m0 ? group != 32 : group == 16)) return cudaErrorInvalidValue;
   // Weights are operands for many rows of x where they may be rounded, and for few ones where they are codes, or are not rounded.
   const bool weights_few = group ? is_narrow && rounds_nothing : !is_table, weights_many = weights_few || (may_round && a.m > 64);
   const bool has_16 = weights_few || (group && is_own);
-  static constexpr Cost costs[] = {{16, 3.0f, 1.0f, 1.3f}, {64, 3.0f, 1.5f, 2.0f}, {128, 3.0f, 2.0f, 3.0f}, {256, 2.5f, 3.0f, 5.0f}};
+  static constexpr Cost costs[] = {
+      {16, 3.0f, 1.0f, 1.3f}, {64, 3.0f, 1.5f, 2.0f}, {128, 3.0f, 2.0f, 3.0f}, {256, 2.5f, 3.0f, 5.0f}};
   int columns = plan.columns, parts = plan.parts;
   float least = 1e30f;
   for (const Cost& cost : costs) {
@@ -126,7 +129,7 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
   } else if (!group) {
     if constexpr (is_table) launch = launch_shape<Codes, T, Shape<64, 64, 128, true, Scaling::row>>;
   } else if (!is_narrow) {
-    launch = !is_own        ? exact_of<Codes, T, Scaling::plain, 64>(group)
+    launch = !is_own         ? exact_of<Codes, T, Scaling::plain, 64>(group)
              : columns == 16 ? exact_of<Codes, T, Scaling::own, 16>(group)
                              : exact_of<Codes, T, Scaling::own, 64>(group);
   } else if (is_e8m0) {

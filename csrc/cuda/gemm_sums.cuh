@@ -27,7 +27,7 @@ struct Meeting {
   __host__ __device__ int bytes() const { return y_at() + turns() * 16 * y_pitch; }
 };
 
-// Barriers of the end: scale and bias of the rows are there; all blocks have read what was copied; the other blocks' sums are there.
+// Barriers of the end: scales and biases of the rows are there; all blocks have read what was copied; the others' sums are there.
 struct Arrivals {
   uint64_t *ends, *done, *sums;
 };
