@@ -1,7 +1,6 @@
 // lowbit_cuda::digits_linear: checks what it is given and launches digits.cuh on torch's current stream.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "digits_launch.cuh"
+#include "host.h"
 
 namespace lowbit::cuda {
 
@@ -84,9 +84,9 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
                                                                     : launcher_of(bits);
   STD_TORCH_CHECK(column_warps >= 0 && column_warps <= most_warps_of_digits, "column_warps must be 0..", most_warps_of_digits,
                   ", got ", column_warps);
-  const torch::stable::accelerator::DeviceGuard guard(x_any.get_device_index());
-  const Tensor x = torch::stable::contiguous(x_any), scale = torch::stable::contiguous(scale_any);
-  Tensor packed = torch::stable::contiguous(packed_any), zero = scale, outer = scale, bias = scale;  // kept until the launch
+  const OnDevice guard(x_any.get_device_index());
+  const Tensor x = dense(x_any), scale = dense(scale_any);
+  Tensor packed = dense(packed_any), zero = scale, outer = scale, bias = scale;  // kept until the launch
   if (!is_on_16_bytes(packed.const_data_ptr())) packed = torch::stable::clone(packed);
 
   Digits a = {};
@@ -116,7 +116,7 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   a.units = static_cast<const uint8_t*>(packed.const_data_ptr());
   a.scale = scale.const_data_ptr();
   if (zero_any) {
-    zero = torch::stable::contiguous(*zero_any);
+    zero = dense(*zero_any);
     check(zero, "zero_point", x, a.n, scale.size(1));
     STD_TORCH_CHECK(zero.scalar_type() == ScalarType::Byte, "zero_point must be uint8, got ",
                     torch::headeronly::toString(zero.scalar_type()));
@@ -131,10 +131,10 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   if (bias_any) {
     STD_TORCH_CHECK(bias_any->is_cuda() && bias_any->dim() == 1 && bias_any->numel() == a.n && bias_any->scalar_type() == dtype,
                     "bias must have the dtype and device of x and shape [", a.n, "]");
-    bias = torch::stable::contiguous(*bias_any);
+    bias = dense(*bias_any);
     a.bias = bias.const_data_ptr();
   }
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = empty_like(x, shape);
   if (m == 0 || a.n == 0) return y;
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();
