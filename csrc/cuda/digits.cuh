@@ -109,7 +109,9 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
   constexpr int slice_size = W::columns / 64 * Order::size_of_pair;
   constexpr bool has_zero = W::has_zero;
   extern __shared__ __align__(128) uint8_t memory[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = a.column_warps * a.tile_warps, threads = warps * 32;
+  uint32_t hidden = threadIdx.x % 32;
+  hide(hidden);  // else the compiler works it out again wherever it is used
+  const int lane = static_cast<int>(hidden), warp = threadIdx.x / 32, warps = a.column_warps * a.tile_warps, threads = warps * 32;
   const int block = blockIdx.x, tiles = a.fewest_tiles + (block < a.blocks_with_more);
   const int64_t first_tile = static_cast<int64_t>(block) * a.fewest_tiles + min(block, a.blocks_with_more);
   const uint8_t* weights = a.units + first_tile * a.units_of_row * a.unit_size;
@@ -199,9 +201,9 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
       }
     }
     __syncwarp();
-    if constexpr (has_zero) {
+    if constexpr (W::has_shares) {
 #pragma unroll 1
-      for (int i = 0; i < units; i++) shares_of_zero<W::bits, W::steps / W::grains, M>(digits + i * slice_size, shares + i * W::grains * 8);
+      for (int i = 0; i < units; i++) W::template write_shares<M>(digits + i * slice_size, shares + i * W::grains * 8);
       __syncwarp();
     }
     if (first == 0 && has_row) of_row[threadIdx.x] = {a.row_is_group ? number_of(scale_of_row, a.scale_stored) : 1.0f,
@@ -223,29 +225,35 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
         const int run = place >> a.log_of_run;
         for (stage += run - seen, seen = run; stage >= a.stages; stage -= a.stages) parity ^= 1;
         wait(full + stage, parity);
-        const uint8_t* unit = memory + (((stage - run) << a.log_of_run) + place) * a.unit_size;
+        uint32_t at = (((stage - run) << a.log_of_run) + place) * a.unit_size;
+        hide(at);
+        const uint8_t* unit = memory + at;
 #else
         const uint8_t* unit =
             weights + (static_cast<int64_t>(tile) * a.units_of_row + column + (first + i) * a.column_warps) * a.unit_size;
 #endif
-        W::template add_products<M>(unit, digits + i * slice_size, shares + i * W::grains * 8, groups, sum);
+        W::template add_products<M>(unit, digits + i * slice_size, shares + i * W::grains * 8, groups, lane, sum);
 #if LOWBIT_BULK_COPIES
         __syncwarp();
         if (lane == 0) arrive(free + stage);
 #endif
         const float4 f = *reinterpret_cast<const float4*>(factors + i * 8 + lane % 4 * 2);
         total[0] = fmaf(sum[0] * f.x, f.y, total[0]);
-        total[1] = fmaf(sum[1] * f.z, f.w, total[1]);
         total[2] = fmaf(sum[2] * f.x, f.y, total[2]);
-        total[3] = fmaf(sum[3] * f.z, f.w, total[3]);
+        if constexpr (!Order::has_digit_a_lane) {
+          total[1] = fmaf(sum[1] * f.z, f.w, total[1]);
+          total[3] = fmaf(sum[3] * f.z, f.w, total[3]);
+        }
       }
-      // Digits 0 and 1 are with lane 0 of four (2 for the other row of x, or other columns of one), the last with the next.
+      // Digits 0 and 1 are with lane 0 of four (2 for the other row of x, or other columns of one), the last with the next; or
+      // each is with a lane of its own.
       float* rows = partial + (tile * a.column_warps + column) * (M * rows_of_tile) + lane / 4;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float both = total[2 * half] + total[2 * half + 1];
         const float third = __shfl_down_sync(0xffffffffu, total[2 * half], 1);
         float all = both + third;
+        if constexpr (Order::has_digit_a_lane) all += __shfl_down_sync(0xffffffffu, total[2 * half], 2);
         if constexpr (Order::splits_columns) all += __shfl_down_sync(0xffffffffu, all, 2);
         if (lane % 4 == 0) rows[half * 8] = (first ? rows[half * 8] : 0.0f) + all;
         if constexpr (M > 1) {

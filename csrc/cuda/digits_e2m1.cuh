@@ -19,7 +19,8 @@ namespace lowbit::cuda {
 // columns of the steps two registers of operand B.
 struct DigitsByParity {
   static constexpr int size_of_parity = 3 * 64, size_of_pair = 2 * size_of_parity;
-  static constexpr bool splits_columns = true;
+  static constexpr bool splits_columns = true, has_digit_a_lane = false;
+  __device__ static __forceinline__ int digit_of(int column) { return DigitsByStep<1>::digit_of(column); }
 
   __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int row, int step, uint8_t* digits) {
     const int lane = threadIdx.x % 32, parity = step % 2;
@@ -85,7 +86,7 @@ template <Narrow narrow, int group>
 struct E2m1Weights {
   static constexpr int bits = 4, columns = 512, grains = columns / group, code_bytes = rows_of_tile * columns * bits / 8;
   static constexpr int log_of_unit = 2 - log_of_sums;  // products count 2^-log_of_unit
-  static constexpr bool has_zero = false;
+  static constexpr bool has_zero = false, has_shares = false;
   template <int M>
   using Order = DigitsByParity;
 
@@ -104,7 +105,7 @@ struct E2m1Weights {
 
   template <int M>
   __device__ static __forceinline__ void add_products(const uint8_t* unit, const uint8_t* digits, const int*, const Groups& of,
-                                                      float (&sum)[4]) {
+                                                      int, float (&sum)[4]) {
     if (narrow != Narrow::e8m0 || are_usual(unit + code_bytes)) {
       products<true>(unit, digits, of, sum);
     } else {

@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "digits.cuh"
+#include "digits_fields.cuh"
 
 namespace lowbit::cuda {
 
@@ -92,7 +93,7 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
     at.digits = (stages << a.log_of_run) * a.unit_size;
     at.factors = at.digits + slices * slice_size;
     at.shares = at.factors + slices * 64;
-    at.partial = at.shares + (W::has_zero ? slices * W::grains * 32 : 0);
+    at.partial = at.shares + (W::has_shares ? slices * W::grains * 32 : 0);
     at.of_row = at.partial + most_tiles * a.column_warps * M * rows_of_tile * 4;
     at.barriers = at.of_row + most_tiles * rows_of_tile * 8;
     at.total = (at.barriers + 2 * stages * 8 + 15) / 16 * 16;
@@ -131,8 +132,9 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
 template <int bits>
 cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream) {
   const auto with = [&](auto grain, auto zero) {
-    using W = IntegerWeights<bits, grain.value, zero.value>;
-    return m == 1 ? launch_digits_kernel<W, 1>(a, plan, stream) : launch_digits_kernel<W, 2>(a, plan, stream);
+    using Whole = IntegerWeights<bits, grain.value, zero.value>;  // two rows of x fill an operand B
+    using Single = std::conditional_t<bits == 8, Whole, FieldWeights<bits, grain.value, zero.value>>;
+    return m == 1 ? launch_digits_kernel<Single, 1>(a, plan, stream) : launch_digits_kernel<Whole, 2>(a, plan, stream);
   };
   const auto with_zero = [&](auto zero) {
     switch (group) {

@@ -30,25 +30,32 @@ __device__ __forceinline__ int column_read(int column) {
 template <int M>
 constexpr int pair_size = columns_of_digits<M> * 64;
 
-// Where the digits of a lane go: its eight elements of `step` with 128 (1 + 256 + 65536) added, so that their bytes are the
-// digits, each plus 128. Here as bytes in the order of a lane's elements 0, 2, 1, 3: a word of a plane is one of operand A.
+// The digits of a lane's eight elements of a step with 128 (1 + 256 + 65536) added, so that their bytes are the digits, each
+// plus 128: in the order of the elements 0, 2, 1, 3, a word of a plane is one of operand A.
+__device__ __forceinline__ void take_digits(const uint32_t (&biased)[8], uint2 (&digit)[3]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint32_t* b = biased + 4 * half;
+    const uint32_t even = __byte_perm(b[0], b[2], 0x5140), odd = __byte_perm(b[1], b[3], 0x5140);
+    const uint32_t top = __byte_perm(__byte_perm(b[0], b[2], 0x62), __byte_perm(b[1], b[3], 0x62), 0x5410);
+    (half ? digit[0].y : digit[0].x) = __byte_perm(even, odd, 0x5410) ^ 0x80808080u;
+    (half ? digit[1].y : digit[1].x) = __byte_perm(even, odd, 0x7632) ^ 0x80808080u;
+    (half ? digit[2].y : digit[2].x) = top ^ 0x80808080u;
+  }
+}
+
+// Where the digits of a lane go, here a step at a time.
 template <int M>
 struct DigitsByStep {
   static constexpr int size_of_pair = pair_size<M>;
-  static constexpr bool splits_columns = false;
+  static constexpr bool splits_columns = false, has_digit_a_lane = false;
+  __device__ static __forceinline__ int digit_of(int column) {
+    return M == 1 ? (column % 4 == 2 ? 2 : column % 2) : column / 2 == 1 ? 2 : column % 2;
+  }
   __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int row, int step, uint8_t* digits) {
-    const int lane = threadIdx.x % 32;
     uint2 digit[3];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint32_t* b = biased + 4 * half;
-      const uint32_t even = __byte_perm(b[0], b[2], 0x5140), odd = __byte_perm(b[1], b[3], 0x5140);
-      const uint32_t top = __byte_perm(__byte_perm(b[0], b[2], 0x62), __byte_perm(b[1], b[3], 0x62), 0x5410);
-      (half ? digit[0].y : digit[0].x) = __byte_perm(even, odd, 0x5410) ^ 0x80808080u;
-      (half ? digit[1].y : digit[1].x) = __byte_perm(even, odd, 0x7632) ^ 0x80808080u;
-      (half ? digit[2].y : digit[2].x) = top ^ 0x80808080u;
-    }
-    uint8_t* to = digits + step / 2 * size_of_pair + lane % 4 * 16 + step % 2 * 8;
+    take_digits(biased, digit);
+    uint8_t* to = digits + step / 2 * size_of_pair + threadIdx.x % 4 * 16 + step % 2 * 8;
 #pragma unroll
     for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(to + column_of(row, d) * 64) = digit[d];
   }
@@ -117,7 +124,7 @@ __device__ __forceinline__ bool digits_of_slice(const uint32_t (&words)[parts][4
     Order::write(biased, row, i * 8 + lane / 4, digits);
   }
   if (lane < 8) {  // factors of column lane, the second of lane / 2
-    const int digit = M == 1 ? (lane % 4 == 2 ? 2 : lane % 2) : lane / 2 == 1 ? 2 : lane % 2;
+    const int digit = Order::digit_of(lane);
     const int of_row = M == 1 ? 0 : lane == 3 || lane / 2 == 2;
     const int power = (is_tiny ? e - 100 : e) - 21 + 8 * digit - shift, one = power >> 1;
     if (of_row == row) factors[lane] = {power_of_two(one), power_of_two(power - one)};

@@ -205,7 +205,7 @@ template <int code_bits, int grain, bool zero, bool are_e8m0 = false>
 struct IntegerWeights : Grained<code_bits, grain> {
   using Grained<code_bits, grain>::columns, Grained<code_bits, grain>::grains, Grained<code_bits, grain>::code_bytes;
   static constexpr int bits = code_bits, log_of_unit = 8 - bits - log_of_sums;  // products count 2^-log_of_unit
-  static constexpr bool has_zero = zero;
+  static constexpr bool has_zero = zero, has_shares = zero;
   template <int M>
   using Order = DigitsByStep<M>;
 
@@ -222,8 +222,12 @@ struct IntegerWeights : Grained<code_bits, grain> {
   }
 
   template <int M>
+  __device__ static __forceinline__ void write_shares(const uint8_t* digits, int* shares) {
+    shares_of_zero<bits, grain, M>(digits, shares);
+  }
+  template <int M>
   __device__ static __forceinline__ void add_products(const uint8_t* unit, const uint8_t* digits, const int* shares,
-                                                      const Groups& groups, float (&sum)[4]) {
+                                                      const Groups& groups, int, float (&sum)[4]) {
     products_of_unit<bits, grain, has_zero, are_e8m0, M>(unit, digits, shares, groups, sum);
   }
 };
