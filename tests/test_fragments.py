@@ -107,6 +107,25 @@ def test_scales_of_nvfp4_that_are_subnormal_or_negative(family, dtype, outer):
     assert bool(((y - exact).abs() <= linear_bound(CONTRACTS[family], x.double(), weights, None, exact, dtype)).all())
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["fp4_e2m1:g64:bf16", "fp4_e2m1:g32:e8m0", "fp4_e2m1:g16:fp8_e4m3fn:outer", "mxint8:g32:e8m0"])
+def test_digits_of_x_that_is_not_finite(name, value):
+    torch.manual_seed(0)
+    scheme = Scheme.parse(name)
+    codes, groups = torch.randint(1 << scheme.bits, (40, 1000), dtype=torch.uint8), (40, scheme.groups(1000))
+    scale = torch.rand(groups).to(torch.bfloat16) if scheme.scale == "bf16" else torch.randint(1, 126, groups, dtype=torch.uint8)
+    x = torch.randn(2, 1000).to(torch.bfloat16)
+    parts = codes, scheme, scale, None, torch.tensor(0.5) if scheme.outer else None
+    plain, _ = product("digits", x, *parts)
+    x[1, 700] = value
+    y, weights = product("digits", x, *parts)
+    exact = x.double() @ weights.T
+    assert torch.equal(y[0], plain[0])
+    assert torch.equal(y[1].isnan(), exact[1].isnan())
+    assert torch.equal(y[1].sign().nan_to_num(), exact[1].sign().nan_to_num())
+    assert not y[1].isfinite().any()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_group_whose_scale_is_nan_is_nan(family):
     for name, nan in (("fp4_e2m1:g32:e8m0", 255), ("mxint8:g32:e8m0", 255), ("fp4_e2m1:g16:fp8_e4m3fn", 127)):

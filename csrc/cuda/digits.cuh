@@ -60,7 +60,8 @@ __device__ __noinline__ float products_beyond(const Digits& a, int64_t tile, int
   const int64_t n = tile * rows_of_tile + row;
   const Groups groups = {a.scale_stored, a.scale_size, !a.row_is_group, {0, 0}};
   const uint32_t zero = W::has_zero && a.row_is_group ? a.zero_point[n] : 0;
-  const float scale = (a.row_is_group ? number_at(a.scale, a.scale_stored, n) : 1.0f) * (a.outer ? a.factor * *a.outer : a.factor);
+  const float factor = W::has_outer && a.outer ? a.factor * *a.outer : a.factor;
+  const float scale = a.row_is_group ? factor * number_at(a.scale, a.scale_stored, n) : factor;
   float sum = 0;
 #pragma unroll 1
   for (int k = 0; k < W::columns && unit * W::columns + k < a.k; k++) {
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
   float* partial = reinterpret_cast<float*>(memory + a.at.partial);
   float2* of_row = reinterpret_cast<float2*>(memory + a.at.of_row);
   const Stored x_stored = a.x_is_half ? Stored::float16 : Stored::bfloat16;
-  const float factor = a.outer ? a.factor * *a.outer : a.factor;
+  const float factor = W::has_outer && a.outer ? a.factor * *a.outer : a.factor;
 
   // What the last step needs of the rows of W, so that it need not wait for it.
   const bool has_row = static_cast<int>(threadIdx.x) < tiles * rows_of_tile && first_tile * rows_of_tile + threadIdx.x < a.n;
@@ -162,7 +163,8 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
 #pragma unroll 1
   for (int i = threadIdx.x + threads; i < tiles * rows_of_tile && first_tile * rows_of_tile + i < a.n; i += threads) {
     const int64_t n = first_tile * rows_of_tile + i;
-    of_row[i] = {a.row_is_group ? number_at(a.scale, a.scale_stored, n) : 1.0f, a.bias ? number_at(a.bias, x_stored, n) : 0.0f};
+    of_row[i] = {factor * (a.row_is_group ? number_at(a.scale, a.scale_stored, n) : 1.0f),
+                 a.bias ? number_at(a.bias, x_stored, n) : 0.0f};
   }
 
   wait_for_predecessors();
@@ -206,7 +208,7 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
       for (int i = 0; i < units; i++) W::template write_shares<M>(digits + i * slice_size, shares + i * W::grains * 8);
       __syncwarp();
     }
-    if (first == 0 && has_row) of_row[threadIdx.x] = {a.row_is_group ? number_of(scale_of_row, a.scale_stored) : 1.0f,
+    if (first == 0 && has_row) of_row[threadIdx.x] = {factor * (a.row_is_group ? number_of(scale_of_row, a.scale_stored) : 1.0f),
                                                       a.bias ? number_of(bias_of_row, x_stored) : 0.0f};
     const int first_unit = first * a.column_warps, units_of_tile = min(a.units_of_pass * a.column_warps, a.units_of_row - first_unit);
 #pragma unroll 1
@@ -275,7 +277,7 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
     for (int m = 0; m < M; m++) {
       float sum = 0;
       for (int w = 0; w < a.column_warps; w++) sum += partial[(tile * a.column_warps + w) * (M * rows_of_tile) + m * rows_of_tile + row];
-      sum *= constants.x * factor;
+      sum *= constants.x;
       if (!is_finite) {
 #pragma unroll 1
         for (int u = 0; u < a.units_of_row; u++) {

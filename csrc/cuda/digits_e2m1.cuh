@@ -86,7 +86,7 @@ template <Narrow narrow, int group>
 struct E2m1Weights {
   static constexpr int bits = 4, columns = 512, grains = columns / group, code_bytes = rows_of_tile * columns * bits / 8;
   static constexpr int log_of_unit = 2 - log_of_sums;  // products count 2^-log_of_unit
-  static constexpr bool has_zero = false, has_shares = false;
+  static constexpr bool has_zero = false, has_shares = false, has_outer = narrow == Narrow::e4m3;
   template <int M>
   using Order = DigitsByParity;
 

@@ -86,7 +86,7 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   using Base::columns, Base::steps, Base::code_bytes, Base::zero_at;
   static constexpr int bits = code_bits, log_of_integers = bits & 4 ? 4 : 6;  // the least that leaves no field below 1
   static constexpr int log_of_unit = log_of_integers - log_of_sums;
-  static constexpr bool has_zero = zero, has_shares = true;
+  static constexpr bool has_zero = zero, has_shares = true, has_outer = false;
   template <int M>
   using Order = DigitsByPair;
 

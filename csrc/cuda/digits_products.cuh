@@ -135,10 +135,12 @@ __device__ __forceinline__ void scales_of(const uint8_t* scales, const Groups& g
     for (int g = 0; g < count; g++) scale[g] = *reinterpret_cast<const float2*>(scales + (g * stride * rows_of_tile + row) * 4);
   } else if (groups.stored == Stored::bfloat16) {
 #pragma unroll
-    for (int g = 0; g < count; g++) scale[g] = two_of(*reinterpret_cast<const uint32_t*>(scales + (g * stride * rows_of_tile + row) * 2), false);
+    for (int g = 0; g < count; g++)
+      scale[g] = two_of(*reinterpret_cast<const uint32_t*>(scales + (g * stride * rows_of_tile + row) * 2), false);
   } else {
 #pragma unroll
-    for (int g = 0; g < count; g++) scale[g] = two_of(*reinterpret_cast<const uint32_t*>(scales + (g * stride * rows_of_tile + row) * 2), true);
+    for (int g = 0; g < count; g++)
+      scale[g] = two_of(*reinterpret_cast<const uint32_t*>(scales + (g * stride * rows_of_tile + row) * 2), true);
   }
 }
 
@@ -205,7 +207,7 @@ template <int code_bits, int grain, bool zero, bool are_e8m0 = false>
 struct IntegerWeights : Grained<code_bits, grain> {
   using Grained<code_bits, grain>::columns, Grained<code_bits, grain>::grains, Grained<code_bits, grain>::code_bytes;
   static constexpr int bits = code_bits, log_of_unit = 8 - bits - log_of_sums;  // products count 2^-log_of_unit
-  static constexpr bool has_zero = zero, has_shares = zero;
+  static constexpr bool has_zero = zero, has_shares = zero, has_outer = false;
   template <int M>
   using Order = DigitsByStep<M>;
 

@@ -123,6 +123,7 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
     a.zero_point = static_cast<const uint8_t*>(zero.const_data_ptr());
   }
   if (outer_any) {
+    STD_TORCH_CHECK(group_size == 16, "outer goes with groups of 16 under e4m3, got groups of ", group_size);
     STD_TORCH_CHECK(outer_any->is_cuda() && outer_any->numel() == 1 && outer_any->scalar_type() == ScalarType::Float,
                     "outer must be one float32 on the device of x");
     outer = *outer_any;
