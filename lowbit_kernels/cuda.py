@@ -5,6 +5,8 @@ The library is loaded when a call first asks for it; importing this file touches
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,19 +41,6 @@ def linear(scheme: Scheme) -> Product:
     return product
 
 
-@Bound
-def digits_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for one or two rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
-    multiply, how = torch.ops.lowbit_cuda.digits_linear.default, (scheme.bits, scheme.group_size)
-
-    def product(
-        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
-    ) -> Tensor:
-        return multiply(x, packed, scale, zero, bias, *how)
-
-    return product
-
-
 # What tells the kernel how to decode a format: (bits of a float's exponent, 0 for integers, -1 for a table; a factor that its
 # numbers lack there, in bfloat16 and in float16).
 _DECODERS = {
@@ -64,6 +53,20 @@ _DECODERS = {
     "fp8_e5m2": (5, 1.0, 1.0),
     "nf4": (-1, 1.0, 1.0),
 }
+
+
+@Bound
+def digits_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for one or two rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
+    multiply, (exponent, factor, _) = torch.ops.lowbit_cuda.digits_linear.default, _DECODERS[scheme.format]
+    how = (scheme.bits, exponent, scheme.group_size, scheme.scale == "e8m0", factor)
+
+    def product(
+        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+    ) -> Tensor:
+        return multiply(x, packed, scale, zero, outer, bias, *how)
+
+    return product
 
 
 @Bound
@@ -115,35 +118,44 @@ def _tile_groups(size: int) -> str | None:
     return None if size in (-1, 32, 64, 128) else "takes 32, 64, 128 and the row"
 
 
-register(
-    Kernel(
-        "cuda_tiles_digits",
-        "linear",
-        digits_linear,
-        "exact digits",
-        devices=frozenset({"cuda"}),
-        layout="tiles",
-        formats=frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 3, 4, 5, 6, 8)),
-        zero_points=frozenset({"none", "int"}),
-        scales=ALL_PLAIN_SCALES,
-        groups=_tile_groups,
-        dtypes=frozenset({torch.float16, torch.bfloat16}),
-        m=(1, 2),
-        arch=80,
-        available=available,
-        tiles=((2, 16, 256), (2, 16, 512)),
+def _groups_of(only: int) -> Callable[[int], str | None]:
+    return lambda size: None if size == only else f"takes {only}"
+
+
+_INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 3, 4, 5, 6, 8))
+_FP4 = frozenset({"fp4_e2m1"})
+_E8M0, _E4M3 = frozenset({"e8m0"}), frozenset({"fp8_e4m3fn", "fp8_e4m3fn+outer"})
+for _name, _formats, _scales, _groups, _most in (
+    ("cuda_tiles_digits", _INTEGERS, ALL_PLAIN_SCALES, _tile_groups, 2),
+    ("cuda_tiles_digits_mx", frozenset({"int8", "mxint8"}), _E8M0, _groups_of(32), 2),
+    ("cuda_tiles_digits_fp4", _FP4, ALL_PLAIN_SCALES, _tile_groups, 1),
+    ("cuda_tiles_digits_mxfp4", _FP4, _E8M0, _groups_of(32), 1),
+    ("cuda_tiles_digits_nvfp4", _FP4, _E4M3, _groups_of(16), 1),
+):
+    register(
+        Kernel(
+            _name,
+            "linear",
+            digits_linear,
+            "exact digits",
+            devices=frozenset({"cuda"}),
+            layout="tiles",
+            formats=_formats,
+            zero_points=frozenset({"none", "int"}),
+            scales=_scales,
+            groups=_groups,
+            dtypes=frozenset({torch.float16, torch.bfloat16}),
+            m=(1, _most),
+            arch=80,
+            available=available,
+            tiles=((_most, 16, 256), (_most, 16, 512)),
+        )
     )
-)
 _FLOATS = frozenset({"fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"})
 for _name, _formats, _scales, _groups in (
     ("cuda_tiles_halves", frozenset(_DECODERS) - {"mxint8"}, ALL_PLAIN_SCALES, _tile_groups),
-    ("cuda_tiles_halves_mx", _FLOATS | {"int8", "mxint8"}, frozenset({"e8m0"}), lambda g: None if g == 32 else "takes 32"),
-    (
-        "cuda_tiles_halves_nv",
-        frozenset({"fp4_e2m1"}),
-        frozenset({"fp8_e4m3fn", "fp8_e4m3fn+outer"}),
-        lambda g: None if g == 16 else "takes 16",
-    ),
+    ("cuda_tiles_halves_mx", _FLOATS | {"int8", "mxint8"}, _E8M0, _groups_of(32)),
+    ("cuda_tiles_halves_nv", _FP4, _E4M3, _groups_of(16)),
 ):
     register(
         Kernel(

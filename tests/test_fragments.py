@@ -15,7 +15,13 @@ from lowbit.scheme import Scheme
 from lowbit_kernels import registry
 from lowbit_kernels.layouts import LAYOUTS, Parts
 
-ROWS = {row.name: row for row in registry.kernels() if row.name.startswith("cuda_tiles_halves")}
+FAMILIES = ("halves", "digits")  # of tensor cores: 16-bit floats and integers
+ROWS = {family: [row for row in registry.kernels() if row.name.startswith(f"cuda_tiles_{family}")] for family in FAMILIES}
+PLAIN, MX = (
+    sorted((family, name) for family in FAMILIES for row in ROWS[family] if scale in row.scales for name in row.formats)
+    for scale in ("fp32", "e8m0")
+)
+CONTRACTS = {"halves": "exact", "digits": "exact digits"}
 DTYPES = (torch.bfloat16, torch.float16)
 
 pytestmark = [
@@ -24,20 +30,21 @@ pytestmark = [
 ]
 
 
-def product(x, codes, scheme, scale, zero=None, outer=None):
+def product(family, x, codes, scheme, scale, zero=None, outer=None):
     """(what the kernel makes of x on the device, the weights in float64 on the CPU)."""
-    row = next(row for row in ROWS.values() if row.scales and scheme.scale + ("+outer" if scheme.outer else "") in row.scales)
+    name = scheme.scale + ("+outer" if scheme.outer else "")
+    row = next(row for row in ROWS[family] if scheme.format in row.formats and name in row.scales)
     if (reason := row.available()) is not None:
         pytest.skip(f"{row.name} is unavailable: {reason}")
     parts = LAYOUTS["tiles"].arrange(Parts(pack(codes, scheme.bits), scale, zero), scheme, codes.shape[1])
     there = [None if part is None else part.cuda() for part in (*parts, outer)]
-    y = torch.cat([row.run(some.cuda(), *there, None, scheme).cpu() for some in x.split(16)])
+    y = torch.cat([row.run(some.cuda(), *there, None, scheme).cpu() for some in x.split(row.m[1])])
     return y.double(), to_values(codes, scheme, Scales(scale, zero, outer), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", sorted(ROWS["cuda_tiles_halves"].formats or ()))
-def test_every_code_in_every_column_of_a_unit(name, dtype):
+@pytest.mark.parametrize(("family", "name"), PLAIN)
+def test_every_code_in_every_column_of_a_unit(family, name, dtype):
     values = FORMATS[name].values
     finite = torch.tensor([code for code, value in enumerate(values) if math.isfinite(value)], dtype=torch.uint8)
     n, k = 32, 512
@@ -46,7 +53,7 @@ def test_every_code_in_every_column_of_a_unit(name, dtype):
     scheme = Scheme(name, -1, "int" if unsigned else "none", "fp32")
     for zero in (0, 1, len(values) - 1) if unsigned else (None,):
         zeros = None if zero is None else torch.full((n, 1), zero, dtype=torch.uint8)
-        y, weights = product(torch.eye(k, dtype=dtype), codes, scheme, torch.ones(n, 1), zeros)
+        y, weights = product(family, torch.eye(k, dtype=dtype), codes, scheme, torch.ones(n, 1), zeros)
         assert torch.equal(y.T, weights.to(dtype).double())
 
 
@@ -60,23 +67,23 @@ def test_codes_that_are_no_finite_number(name, dtype, scale):
     x[0, 5], x[1, 5] = 1, -1
     scheme = Scheme(name, 32, "none", scale)
     stored = torch.ones(256, 2) if scale == "fp32" else torch.full((256, 2), 127, dtype=torch.uint8)
-    y, weights = product(x, codes, scheme, stored)
+    y, weights = product("halves", x, codes, scheme, stored)
     expected = weights[:, 5].to(dtype).double()
     assert torch.equal(y.nan_to_num(nan=-1e9), torch.stack((expected, -expected)).nan_to_num(nan=-1e9))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", sorted(ROWS["cuda_tiles_halves_mx"].formats or ()))
+@pytest.mark.parametrize(("family", "name"), MX)
 @pytest.mark.parametrize("exponents", [(100, 127), (0, 12), (100, 140), (0, 160)])
-def test_scales_that_16_bits_cannot_take_in(name, dtype, exponents):
+def test_scales_that_16_bits_cannot_take_in(family, name, dtype, exponents):
     torch.manual_seed(0)
     scheme = Scheme(name, 32, "none", "e8m0")
     finite = torch.tensor([c for c, value in enumerate(FORMATS[name].values) if math.isfinite(value)], dtype=torch.uint8)
     codes, scale = finite[torch.randint(len(finite), (40, 1056))], torch.randint(*exponents, (40, 33), dtype=torch.uint8)
     x = torch.randn(3, 1056).to(dtype)
-    y, weights = product(x, codes, scheme, scale)
+    y, weights = product(family, x, codes, scheme, scale)
     exact = x.double() @ weights.T
-    bound = linear_bound("exact", x.double(), weights, None, exact, dtype)
+    bound = linear_bound(CONTRACTS[family], x.double(), weights, None, exact, dtype)
     largest = torch.finfo(dtype).max
     fits = exact.abs() < 0.99 * largest
     assert bool(((y - exact).abs() <= bound)[fits].all())
@@ -85,7 +92,8 @@ def test_scales_that_16_bits_cannot_take_in(name, dtype, exponents):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outer", [True, False])
-def test_scales_of_nvfp4_that_are_subnormal_or_negative(dtype, outer):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scales_of_nvfp4_that_are_subnormal_or_negative(family, dtype, outer):
     torch.manual_seed(0)
     scheme = Scheme("fp4_e2m1", 16, "none", "fp8_e4m3fn", outer)
     codes = torch.randint(16, (40, 1040), dtype=torch.uint8)
@@ -94,23 +102,48 @@ def test_scales_of_nvfp4_that_are_subnormal_or_negative(dtype, outer):
     scale[:8] = scale[:8] % 8
     x = (torch.randn(3, 1040) / 64).to(dtype)
     factor = torch.tensor(0.01) if outer else None
-    y, weights = product(x, codes, scheme, scale, None, factor)
+    y, weights = product(family, x, codes, scheme, scale, None, factor)
     exact = x.double() @ weights.T
-    assert bool(((y - exact).abs() <= linear_bound("exact", x.double(), weights, None, exact, dtype)).all())
+    assert bool(((y - exact).abs() <= linear_bound(CONTRACTS[family], x.double(), weights, None, exact, dtype)).all())
 
 
-def test_a_group_whose_scale_is_nan_is_nan():
-    for name, nan in (("fp8_e4m3fn:g32:e8m0", 255), ("mxint8:g32:e8m0", 255), ("fp4_e2m1:g16:fp8_e4m3fn", 127)):
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["fp4_e2m1:g64:bf16", "fp4_e2m1:g32:e8m0", "fp4_e2m1:g16:fp8_e4m3fn:outer", "mxint8:g32:e8m0"])
+def test_digits_of_x_that_is_not_finite(name, value):
+    torch.manual_seed(0)
+    scheme = Scheme.parse(name)
+    codes, groups = torch.randint(1 << scheme.bits, (40, 1000), dtype=torch.uint8), (40, scheme.groups(1000))
+    scale = torch.rand(groups).to(torch.bfloat16) if scheme.scale == "bf16" else torch.randint(1, 126, groups, dtype=torch.uint8)
+    x = torch.randn(2, 1000).to(torch.bfloat16)
+    parts = codes, scheme, scale, None, torch.tensor(0.5) if scheme.outer else None
+    plain, _ = product("digits", x, *parts)
+    x[1, 700] = value
+    y, weights = product("digits", x, *parts)
+    exact = x.double() @ weights.T
+    assert torch.equal(y[0], plain[0])
+    assert torch.equal(y[1].isnan(), exact[1].isnan())
+    assert torch.equal(y[1].sign().nan_to_num(), exact[1].sign().nan_to_num())
+    assert not y[1].isfinite().any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_group_whose_scale_is_nan_is_nan(family):
+    for name, nan in (("fp4_e2m1:g32:e8m0", 255), ("mxint8:g32:e8m0", 255), ("fp4_e2m1:g16:fp8_e4m3fn", 127)):
         scheme = Scheme.parse(name)
         scale = torch.full((33, scheme.groups(64)), 56, dtype=torch.uint8)
         scale[3, 1] = nan
-        y, _ = product(torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(33, 64, dtype=torch.uint8), scheme, scale)
+        y, _ = product(family, torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(33, 64, dtype=torch.uint8), scheme, scale)
         assert torch.equal(y[0].isnan(), torch.arange(33) == 3)
 
 
-@pytest.mark.parametrize("name", ["nf4:g64:bf16", "fp6_e3m2:g32:e8m0", "fp4_e2m1:g16:fp8_e4m3fn"])
-@pytest.mark.parametrize("m", [8, 16])
-def test_the_same_bits_in_every_run(name, m):
+@pytest.mark.parametrize(
+    ("family", "name", "m"),
+    [
+        *(("halves", name, m) for name in ("nf4:g64:bf16", "fp6_e3m2:g32:e8m0", "fp4_e2m1:g16:fp8_e4m3fn") for m in (8, 16)),
+        *(("digits", name, 1) for name in ("fp4_e2m1:g16:fp8_e4m3fn", "fp4_e2m1:g32:e8m0", "fp4_e2m1:g64:bf16")),
+    ],
+)
+def test_the_same_bits_in_every_run(family, name, m):
     torch.manual_seed(0)
     scheme = Scheme.parse(name)
     codes = torch.randint(1 << scheme.bits, (2100, 9000), dtype=torch.uint8)
@@ -119,6 +152,6 @@ def test_the_same_bits_in_every_run(name, m):
         torch.rand(groups).to(torch.bfloat16) if scheme.scale == "bf16" else torch.randint(100, 120, groups, dtype=torch.uint8)
     )
     x = torch.randn(m, 9000).to(torch.bfloat16)
-    first, _ = product(x, codes, scheme, scale)
+    first, _ = product(family, x, codes, scheme, scale)
     for _ in range(5):
-        assert torch.equal(product(x, codes, scheme, scale)[0], first)
+        assert torch.equal(product(family, x, codes, scheme, scale)[0], first)

@@ -122,7 +122,23 @@ def test_tiles_give_the_same_bits_in_every_run(scheme, m):
     assert all(torch.equal(torch.nn.functional.linear(x, w), y) for _ in range(100))
 
 
-@pytest.mark.parametrize("scheme", ["int4", "int4_g32", "uint4:row:zint:bf16", "int8", "int8_g64", "int3", "int5", "int6_sym"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "int4",
+        "int4_g32",
+        "uint4:row:zint:bf16",
+        "int8",
+        "int8_g64",
+        "int3",
+        "int5",
+        "int6_sym",
+        "mxfp4",
+        "nvfp4",
+        "fp4",
+        "mxint8",
+    ],
+)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("m", [2, 3, 20, 70])
 def test_tiles_take_x_that_is_not_finite(scheme, value, m):

@@ -1,4 +1,4 @@
-// y = x W^T for one or two rows of x on the integer tensor cores, from the tiles layout: integers of up to eight bits.
+// y = x W^T for one or two rows of x on the integer tensor cores, from the tiles layout: integers of up to eight bits, and e2m1.
 //
 // A block has a run of tiles. Its warps share out the columns of W (`column_warps` of them) and the tiles (`tile_warps`), and
 // each writes the digits of x of its columns for itself (digits_of_x.cuh). One more warp copies units into a ring in shared
@@ -27,6 +27,8 @@ struct Digits {
   const uint8_t* units;       // [tiles][units_of_row] of unit_size bytes
   const void* scale;          // [n] where a row is one group, else in the units
   const uint8_t* zero_point;  // [n] where a row is one group and has one, else null
+  const float* outer;         // one number above all scales, or null
+  float factor;               // of the format: its numbers are those of the kernel times this
   const void* x;              // [M, k]
   const void* bias;           // [n] of x's type, or null
   void* y;                    // [M, n]
@@ -52,28 +54,19 @@ __device__ __forceinline__ float number_of(uint32_t bits, Stored stored) {
 }
 
 // What a slice of x that holds Inf or NaN adds to y: plain fp32 products.
-template <int bits, int grain, bool has_zero>
+template <class W>
 __device__ __noinline__ float products_beyond(const Digits& a, int64_t tile, int row, int m, int unit) {
-  using U = Grained<bits, grain>;
   const uint8_t* bytes = a.units + (tile * a.units_of_row + unit) * a.unit_size;
   const int64_t n = tile * rows_of_tile + row;
+  const Groups groups = {a.scale_stored, a.scale_size, !a.row_is_group, {0, 0}};
+  const uint32_t zero = W::has_zero && a.row_is_group ? a.zero_point[n] : 0;
+  const float factor = W::has_outer && a.outer ? a.factor * *a.outer : a.factor;
+  const float scale = a.row_is_group ? factor * number_at(a.scale, a.scale_stored, n) : factor;
   float sum = 0;
 #pragma unroll 1
-  for (int k = 0; k < U::columns && unit * U::columns + k < a.k; k++) {
-    uint32_t code = code_of_unit<bits>(bytes, row, k);
-    float scale, zero = 0;
-    if constexpr (!has_zero) code ^= 1u << (bits - 1);
-    if (!a.row_is_group) {
-      const int place = k / (32 * grain) * rows_of_tile + row % 8 * 2 + row / 8;
-      scale = number_at(bytes + U::code_bytes, a.scale_stored, place);
-      if constexpr (has_zero) zero = bytes[U::zero_at(a.scale_size) + place];
-    } else {
-      scale = number_at(a.scale, a.scale_stored, n);
-      if constexpr (has_zero) zero = a.zero_point[n];
-    }
-    if constexpr (!has_zero) zero = 1u << (bits - 1);
-    const float x = number_at(a.x, a.x_is_half ? Stored::float16 : Stored::bfloat16, int64_t{m} * a.k + unit * U::columns + k);
-    sum = fmaf((static_cast<float>(code) - zero) * scale, x, sum);
+  for (int k = 0; k < W::columns && unit * W::columns + k < a.k; k++) {
+    const float x = number_at(a.x, a.x_is_half ? Stored::float16 : Stored::bfloat16, int64_t{m} * a.k + unit * W::columns + k);
+    sum = fmaf(W::number(bytes, groups, row, k, zero) * scale, x, sum);
   }
   return sum;
 }
@@ -109,13 +102,17 @@ struct Copies {
 #endif
 };
 
-template <int bits, int grain, bool has_zero, int M>
+// `W`: the weights, how they are stored and multiplied (IntegerWeights, for one).
+template <class W, int M>
 __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_linear(const __grid_constant__ Digits a) {
-  using U = Grained<bits, grain>;
-  constexpr int parts = U::columns / 256, together = parts * M == 1 ? 2 : 1;  // slices of a row at a time
-  constexpr int shift = 8 - bits, slice_size = U::columns * columns_of_digits<M>;
+  using Order = typename W::template Order<M>;
+  constexpr int parts = W::columns / 256, together = parts * M == 1 ? 2 : 1;  // slices of a row at a time
+  constexpr int slice_size = W::columns / 64 * Order::size_of_pair;
+  constexpr bool has_zero = W::has_zero;
   extern __shared__ __align__(128) uint8_t memory[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = a.column_warps * a.tile_warps, threads = warps * 32;
+  uint32_t hidden = threadIdx.x % 32;
+  hide(hidden);  // else the compiler works it out again wherever it is used
+  const int lane = static_cast<int>(hidden), warp = threadIdx.x / 32, warps = a.column_warps * a.tile_warps, threads = warps * 32;
   const int block = blockIdx.x, tiles = a.fewest_tiles + (block < a.blocks_with_more);
   const int64_t first_tile = static_cast<int64_t>(block) * a.fewest_tiles + min(block, a.blocks_with_more);
   const uint8_t* weights = a.units + first_tile * a.units_of_row * a.unit_size;
@@ -151,10 +148,11 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
   const int own = (a.units_of_row - column + a.column_warps - 1) / a.column_warps;
   uint8_t* digits = memory + a.at.digits + warp * a.units_of_pass * slice_size;
   float2* factors = reinterpret_cast<float2*>(memory + a.at.factors) + warp * a.units_of_pass * 8;
-  int* shares = reinterpret_cast<int*>(memory + a.at.shares) + warp * a.units_of_pass * U::grains * 8;
+  int* shares = reinterpret_cast<int*>(memory + a.at.shares) + warp * a.units_of_pass * W::grains * 8;
   float* partial = reinterpret_cast<float*>(memory + a.at.partial);
   float2* of_row = reinterpret_cast<float2*>(memory + a.at.of_row);
   const Stored x_stored = a.x_is_half ? Stored::float16 : Stored::bfloat16;
+  const float factor = W::has_outer && a.outer ? a.factor * *a.outer : a.factor;
 
   // What the last step needs of the rows of W, so that it need not wait for it.
   const bool has_row = static_cast<int>(threadIdx.x) < tiles * rows_of_tile && first_tile * rows_of_tile + threadIdx.x < a.n;
@@ -165,7 +163,8 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
 #pragma unroll 1
   for (int i = threadIdx.x + threads; i < tiles * rows_of_tile && first_tile * rows_of_tile + i < a.n; i += threads) {
     const int64_t n = first_tile * rows_of_tile + i;
-    of_row[i] = {a.row_is_group ? number_at(a.scale, a.scale_stored, n) : 1.0f, a.bias ? number_at(a.bias, x_stored, n) : 0.0f};
+    of_row[i] = {factor * (a.row_is_group ? number_at(a.scale, a.scale_stored, n) : 1.0f),
+                 a.bias ? number_at(a.bias, x_stored, n) : 0.0f};
   }
 
   wait_for_predecessors();
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
 #pragma unroll
         for (int m = 0; m < M; m++)
           load_slice<parts>(static_cast<const uint16_t*>(a.x) + static_cast<int64_t>(m) * a.k,
-                            (column + (index + j) * a.column_warps) * U::columns, a.k, a.x_on_4_bytes, x[j][m]);
+                            (column + (index + j) * a.column_warps) * W::columns, a.k, a.x_on_4_bytes, x[j][m]);
       }
   };
   load_x(0);
@@ -199,16 +198,17 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
         if (i + j >= units) break;
 #pragma unroll
         for (int m = 0; m < M; m++)
-          is_finite &= digits_of_slice<parts, M>(x[j][m], a.x_is_half, m, shift, digits + (i + j) * slice_size, factors + (i + j) * 8);
+          is_finite &= digits_of_slice<parts, M, Order>(x[j][m], a.x_is_half, m, W::log_of_unit, digits + (i + j) * slice_size,
+                                                        factors + (i + j) * 8);
       }
     }
     __syncwarp();
-    if constexpr (has_zero) {
+    if constexpr (W::has_shares) {
 #pragma unroll 1
-      for (int i = 0; i < units; i++) shares_of_zero<bits, grain, M>(digits + i * slice_size, shares + i * U::grains * 8);
+      for (int i = 0; i < units; i++) W::template write_shares<M>(digits + i * slice_size, shares + i * W::grains * 8);
       __syncwarp();
     }
-    if (first == 0 && has_row) of_row[threadIdx.x] = {a.row_is_group ? number_of(scale_of_row, a.scale_stored) : 1.0f,
+    if (first == 0 && has_row) of_row[threadIdx.x] = {factor * (a.row_is_group ? number_of(scale_of_row, a.scale_stored) : 1.0f),
                                                       a.bias ? number_of(bias_of_row, x_stored) : 0.0f};
     const int first_unit = first * a.column_warps, units_of_tile = min(a.units_of_pass * a.column_warps, a.units_of_row - first_unit);
 #pragma unroll 1
@@ -227,29 +227,37 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
         const int run = place >> a.log_of_run;
         for (stage += run - seen, seen = run; stage >= a.stages; stage -= a.stages) parity ^= 1;
         wait(full + stage, parity);
-        const uint8_t* unit = memory + (((stage - run) << a.log_of_run) + place) * a.unit_size;
+        uint32_t at = (((stage - run) << a.log_of_run) + place) * a.unit_size;
+        hide(at);
+        const uint8_t* unit = memory + at;
 #else
         const uint8_t* unit =
             weights + (static_cast<int64_t>(tile) * a.units_of_row + column + (first + i) * a.column_warps) * a.unit_size;
 #endif
-        products_of_unit<bits, grain, has_zero, M>(unit, digits + i * slice_size, shares + i * U::grains * 8, groups, sum);
+        W::template add_products<M>(unit, digits + i * slice_size, shares + i * W::grains * 8, groups, lane, sum);
 #if LOWBIT_BULK_COPIES
         __syncwarp();
         if (lane == 0) arrive(free + stage);
 #endif
         const float4 f = *reinterpret_cast<const float4*>(factors + i * 8 + lane % 4 * 2);
         total[0] = fmaf(sum[0] * f.x, f.y, total[0]);
-        total[1] = fmaf(sum[1] * f.z, f.w, total[1]);
         total[2] = fmaf(sum[2] * f.x, f.y, total[2]);
-        total[3] = fmaf(sum[3] * f.z, f.w, total[3]);
+        if constexpr (!Order::has_digit_a_lane) {
+          total[1] = fmaf(sum[1] * f.z, f.w, total[1]);
+          total[3] = fmaf(sum[3] * f.z, f.w, total[3]);
+        }
       }
-      // Digits 0 and 1 are with lane 0 of four (2 for the other row of x), the last with lane 1.
+      // Digits 0 and 1 are with lane 0 of four (2 for the other row of x, or other columns of one), the last with the next; or
+      // each is with a lane of its own.
       float* rows = partial + (tile * a.column_warps + column) * (M * rows_of_tile) + lane / 4;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float both = total[2 * half] + total[2 * half + 1];
         const float third = __shfl_down_sync(0xffffffffu, total[2 * half], 1);
-        if (lane % 4 == 0) rows[half * 8] = (first ? rows[half * 8] : 0.0f) + (both + third);
+        float all = both + third;
+        if constexpr (Order::has_digit_a_lane) all += __shfl_down_sync(0xffffffffu, total[2 * half], 2);
+        if constexpr (Order::splits_columns) all += __shfl_down_sync(0xffffffffu, all, 2);
+        if (lane % 4 == 0) rows[half * 8] = (first ? rows[half * 8] : 0.0f) + all;
         if constexpr (M > 1) {
           const float other = __shfl_up_sync(0xffffffffu, total[2 * half + 1], 1);
           if (lane % 4 == 2) rows[half * 8 + rows_of_tile] = (first ? rows[half * 8 + rows_of_tile] : 0.0f) + (both + other);
@@ -275,11 +283,11 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
         for (int u = 0; u < a.units_of_row; u++) {
           bool has_all = true;
 #pragma unroll 1
-          for (int k = 0; k < U::columns && u * U::columns + k < a.k; k++) {
-            const uint16_t element = static_cast<const uint16_t*>(a.x)[int64_t{m} * a.k + u * U::columns + k];
+          for (int k = 0; k < W::columns && u * W::columns + k < a.k; k++) {
+            const uint16_t element = static_cast<const uint16_t*>(a.x)[int64_t{m} * a.k + u * W::columns + k];
             has_all &= (element & 0x7fff) < (a.x_is_half ? 0x7c00 : 0x7f80);
           }
-          if (!has_all) sum += products_beyond<bits, grain, has_zero>(a, first_tile + tile, row, m, u);
+          if (!has_all) sum += products_beyond<W>(a, first_tile + tile, row, m, u);
         }
       }
       if (a.bias) sum += constants.y;

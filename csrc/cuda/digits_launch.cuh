@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "digits.cuh"
+#include "digits_fields.cuh"
 
 namespace lowbit::cuda {
 
@@ -18,6 +19,11 @@ struct DigitsPlan {
 // `m`: 1 or 2 rows of x; `group` a multiple of 32 up to 128, or 0 where the whole row is one.
 template <int bits>
 cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream);
+
+// Numbers of e2m1 and one row of x: a group of 16 under e4m3 and of 32 under e8m0 (a.scale_size 1), else as above.
+cudaError_t launch_digits_of_e2m1(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream);
+// Signed integers of eight bits, a group of 32 under e8m0.
+cudaError_t launch_digits_of_mxint8(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream);
 
 struct Device {
   int processors, memory, generation;  // generation: 80, 90, ...
@@ -50,10 +56,10 @@ inline int column_warps_for(int units) {
   return best;
 }
 
-template <int bits, int grain, bool has_zero, int M>
+template <class W, int M>
 cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream) {
-  using U = Grained<bits, grain>;
-  const auto kernel = digits_linear<bits, grain, has_zero, M>;
+  constexpr int slice_size = W::columns / 64 * W::template Order<M>::size_of_pair;
+  const auto kernel = digits_linear<W, M>;
   int index = 0;
   Device device = {};
   if (const cudaError_t error = this_device(index, device); error != cudaSuccess) return error;
@@ -85,9 +91,9 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
     const int slices = warps * units;
     DigitsMemory at = {};
     at.digits = (stages << a.log_of_run) * a.unit_size;
-    at.factors = at.digits + slices * U::columns * columns_of_digits<M>;
+    at.factors = at.digits + slices * slice_size;
     at.shares = at.factors + slices * 64;
-    at.partial = at.shares + (has_zero ? slices * U::grains * 32 : 0);
+    at.partial = at.shares + (W::has_shares ? slices * W::grains * 32 : 0);
     at.of_row = at.partial + most_tiles * a.column_warps * M * rows_of_tile * 4;
     at.barriers = at.of_row + most_tiles * rows_of_tile * 8;
     at.total = (at.barriers + 2 * stages * 8 + 15) / 16 * 16;
@@ -106,7 +112,7 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   a.at = memory_with(a.stages, a.units_of_pass);
   // Enough to keep the memory busy; more would keep the loads of x waiting, which matters less the longer the copies take.
   const int run = a.unit_size << a.log_of_run;
-  const int64_t enough = std::clamp<int64_t>(int64_t{units} * a.unit_size / 4, 36 << 10, (bits == 8 ? 104 : 72) << 10);
+  const int64_t enough = std::clamp<int64_t>(int64_t{units} * a.unit_size / 4, 36 << 10, (W::bits == 8 ? 104 : 72) << 10);
   a.most_under_way = std::min(a.stages, plan.most_under_way ? plan.most_under_way : std::max(2, static_cast<int>(enough / run)));
   a.is_early = is_early;
 
@@ -126,8 +132,9 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
 template <int bits>
 cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream) {
   const auto with = [&](auto grain, auto zero) {
-    return m == 1 ? launch_digits_kernel<bits, grain.value, zero.value, 1>(a, plan, stream)
-                  : launch_digits_kernel<bits, grain.value, zero.value, 2>(a, plan, stream);
+    using Whole = IntegerWeights<bits, grain.value, zero.value>;  // two rows of x fill an operand B
+    using Single = std::conditional_t<bits == 8, Whole, FieldWeights<bits, grain.value, zero.value>>;
+    return m == 1 ? launch_digits_kernel<Single, 1>(a, plan, stream) : launch_digits_kernel<Whole, 2>(a, plan, stream);
   };
   const auto with_zero = [&](auto zero) {
     switch (group) {

@@ -30,6 +30,37 @@ __device__ __forceinline__ int column_read(int column) {
 template <int M>
 constexpr int pair_size = columns_of_digits<M> * 64;
 
+// The digits of a lane's eight elements of a step with 128 (1 + 256 + 65536) added, so that their bytes are the digits, each
+// plus 128: in the order of the elements 0, 2, 1, 3, a word of a plane is one of operand A.
+__device__ __forceinline__ void take_digits(const uint32_t (&biased)[8], uint2 (&digit)[3]) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint32_t* b = biased + 4 * half;
+    const uint32_t even = __byte_perm(b[0], b[2], 0x5140), odd = __byte_perm(b[1], b[3], 0x5140);
+    const uint32_t top = __byte_perm(__byte_perm(b[0], b[2], 0x62), __byte_perm(b[1], b[3], 0x62), 0x5410);
+    (half ? digit[0].y : digit[0].x) = __byte_perm(even, odd, 0x5410) ^ 0x80808080u;
+    (half ? digit[1].y : digit[1].x) = __byte_perm(even, odd, 0x7632) ^ 0x80808080u;
+    (half ? digit[2].y : digit[2].x) = top ^ 0x80808080u;
+  }
+}
+
+// Where the digits of a lane go, here a step at a time.
+template <int M>
+struct DigitsByStep {
+  static constexpr int size_of_pair = pair_size<M>;
+  static constexpr bool splits_columns = false, has_digit_a_lane = false;
+  __device__ static __forceinline__ int digit_of(int column) {
+    return M == 1 ? (column % 4 == 2 ? 2 : column % 2) : column / 2 == 1 ? 2 : column % 2;
+  }
+  __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int row, int step, uint8_t* digits) {
+    uint2 digit[3];
+    take_digits(biased, digit);
+    uint8_t* to = digits + step / 2 * size_of_pair + threadIdx.x % 4 * 16 + step % 2 * 8;
+#pragma unroll
+    for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(to + column_of(row, d) * 64) = digit[d];
+  }
+};
+
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float(static_cast<uint32_t>(e + 127) << 23); }
 
 __device__ __forceinline__ float2 two_of(uint32_t word, bool is_half) {
@@ -58,7 +89,7 @@ __device__ __forceinline__ void load_slice(const uint16_t* x, int first, int k, 
 // The digits of one slice of a row of x, by one warp. Digit d of it counts
 // 2^(e - 21 + 8 d - shift): `factors` are, for each of a lane's two columns of the product, that in two factors, since one
 // may be no fp32 number where x is subnormal. Returns whether all of the slice is finite; where it is not its digits are 0.
-template <int parts, int M>
+template <int parts, int M, class Order>
 __device__ __forceinline__ bool digits_of_slice(const uint32_t (&words)[parts][4], bool is_half, int row, int shift,
                                                 uint8_t* digits, float2* factors) {
   const int lane = threadIdx.x % 32;
@@ -90,23 +121,10 @@ __device__ __forceinline__ bool digits_of_slice(const uint32_t (&words)[parts][4
 #pragma unroll
     for (int j = 0; j < 8; j++)  // 1.5 2^23 + X is a float whose low bits are X
       biased[j] = __float_as_uint(fmaf(x[j], factor, 12582912.0f)) + (0x808080u - 0x4b400000u);
-    uint2 digit[3];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {  // bytes in the order of a lane's elements 0, 2, 1, 3
-      const uint32_t* b = biased + 4 * half;
-      const uint32_t even = __byte_perm(b[0], b[2], 0x5140), odd = __byte_perm(b[1], b[3], 0x5140);
-      const uint32_t top = __byte_perm(__byte_perm(b[0], b[2], 0x62), __byte_perm(b[1], b[3], 0x62), 0x5410);
-      (half ? digit[0].y : digit[0].x) = __byte_perm(even, odd, 0x5410) ^ 0x80808080u;
-      (half ? digit[1].y : digit[1].x) = __byte_perm(even, odd, 0x7632) ^ 0x80808080u;
-      (half ? digit[2].y : digit[2].x) = top ^ 0x80808080u;
-    }
-    const int step = i * 8 + lane / 4;
-    uint8_t* to = digits + step / 2 * pair_size<M> + lane % 4 * 16 + step % 2 * 8;
-#pragma unroll
-    for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(to + column_of(row, d) * 64) = digit[d];
+    Order::write(biased, row, i * 8 + lane / 4, digits);
   }
   if (lane < 8) {  // factors of column lane, the second of lane / 2
-    const int digit = M == 1 ? (lane % 4 == 2 ? 2 : lane % 2) : lane / 2 == 1 ? 2 : lane % 2;
+    const int digit = Order::digit_of(lane);
     const int of_row = M == 1 ? 0 : lane == 3 || lane / 2 == 2;
     const int power = (is_tiny ? e - 100 : e) - 21 + 8 * digit - shift, one = power >> 1;
     if (of_row == row) factors[lane] = {power_of_two(one), power_of_two(power - one)};

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "digits_of_x.cuh"
-#include "tiles.cuh"
+#include "fragments.cuh"
 
 namespace lowbit::cuda {
 
@@ -16,6 +16,20 @@ struct Grained {
   static constexpr int columns = bits <= 4 ? 512 : 256, steps = columns / 32, grains = steps / grain;
   static constexpr int code_bytes = rows_of_tile * columns * bits / 8;
   __device__ static constexpr int zero_at(int scale_size) { return code_bytes + rows_of_tile * grains * scale_size; }
+};
+
+// Sums of products start at 3.0 as an integer, so that they are the low bits of a float, which is 3 + 2^-22 times the sum for
+// all those of less than 2^22. So small a number does not overflow where a scale is large, nor a multiple of 2^-22 get lost
+// where it is small.
+constexpr int start_of_sums = 0x40400000, log_of_sums = 22;
+__device__ __forceinline__ float number_of_sum(int c) { return __int_as_float(c) - 3.0f; }
+
+// How a unit's groups are stored.
+struct Groups {
+  Stored stored;
+  int scale_size;
+  bool are_inside;   // else the whole row is a group, and its scale is applied at the end
+  int2 zero_of_row;  // of a lane's two rows
 };
 
 template <bool is_signed>
@@ -103,36 +117,36 @@ __device__ __forceinline__ void shares_of_zero(const uint8_t* digits, int* share
   }
 }
 
-// How a unit's groups are stored.
-struct Groups {
-  Stored stored;
-  int scale_size;
-  bool are_inside;   // else the whole row is a group, and its scale is applied at the end
-  int2 zero_of_row;  // of a lane's two rows
-};
-
-// The scales of a lane's two rows, in as many groups one behind the other.
-template <int count>
+// The scales of a lane's two rows, in as many groups, each `stride` behind the one before it.
+template <bool are_e8m0, int count, int stride = 1>
 __device__ __forceinline__ void scales_of(const uint8_t* scales, const Groups& groups, float2 (&scale)[count]) {
   const int row = threadIdx.x % 32 / 4 * 2;
-  if (!groups.are_inside) {
+  if constexpr (are_e8m0) {
+#pragma unroll
+    for (int g = 0; g < count; g++) {
+      const uint32_t two = *reinterpret_cast<const uint16_t*>(scales + g * stride * rows_of_tile + row);
+      scale[g] = {e8m0_to_float(two & 0xff), e8m0_to_float(two >> 8)};
+    }
+  } else if (!groups.are_inside) {
 #pragma unroll
     for (int g = 0; g < count; g++) scale[g] = {1.0f, 1.0f};
   } else if (groups.stored == Stored::float32) {
 #pragma unroll
-    for (int g = 0; g < count; g++) scale[g] = *reinterpret_cast<const float2*>(scales + (g * rows_of_tile + row) * 4);
+    for (int g = 0; g < count; g++) scale[g] = *reinterpret_cast<const float2*>(scales + (g * stride * rows_of_tile + row) * 4);
   } else if (groups.stored == Stored::bfloat16) {
 #pragma unroll
-    for (int g = 0; g < count; g++) scale[g] = two_of(*reinterpret_cast<const uint32_t*>(scales + (g * rows_of_tile + row) * 2), false);
+    for (int g = 0; g < count; g++)
+      scale[g] = two_of(*reinterpret_cast<const uint32_t*>(scales + (g * stride * rows_of_tile + row) * 2), false);
   } else {
 #pragma unroll
-    for (int g = 0; g < count; g++) scale[g] = two_of(*reinterpret_cast<const uint32_t*>(scales + (g * rows_of_tile + row) * 2), true);
+    for (int g = 0; g < count; g++)
+      scale[g] = two_of(*reinterpret_cast<const uint32_t*>(scales + (g * stride * rows_of_tile + row) * 2), true);
   }
 }
 
 // Products of a lane: rows lane / 4 and that + 8, columns 2 (lane % 4) and that + 1. One product waits for the one before it
 // in its sum, so two sums of four steps are under way at a time. Columns beyond those of digits are never looked at.
-template <int bits, int grain, bool has_zero, int M>
+template <int bits, int grain, bool has_zero, bool are_e8m0, int M>
 __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const uint8_t* digits, const int* shares, const Groups& groups,
                                                  float (&sum)[4]) {
   using U = Grained<bits, grain>;
@@ -144,7 +158,7 @@ __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const uint
 #pragma unroll
   for (int from = 0; from < U::steps; from += span) {
     float2 scale[groups_of_span];
-    scales_of(unit + U::code_bytes + from / grain * rows_of_tile * groups.scale_size, groups, scale);
+    scales_of<are_e8m0>(unit + U::code_bytes + from / grain * rows_of_tile * groups.scale_size, groups, scale);
     int c[2][4];
 #pragma unroll
     for (int at = 0; at < length; at += 2) {
@@ -154,8 +168,8 @@ __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const uint
 #pragma unroll
       for (int step = at; step < at + 2; step++) {
 #pragma unroll
-        for (int j = 0; j < 2 && step % grain == 0; j++) {  // from 1.5 2^23 on: sums of 128 products are the low bits of a float
-          c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0x4b400000;
+        for (int j = 0; j < 2 && step % grain == 0; j++) {
+          c[j][0] = c[j][1] = c[j][2] = c[j][3] = start_of_sums;
           if (has_zero) {
             const int g = (from + j * length + step) / grain;
             int2 zero = groups.zero_of_row;
@@ -181,11 +195,43 @@ __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const uint
         for (int j = 0; j < 2; j++) {
           const float2 f = scale[j * groups_of_chain + step / grain];
 #pragma unroll
-          for (int i = 0; i < 4; i++) sum[i] = fmaf(__int_as_float(c[j][i]) - 12582912.0f, i < 2 ? f.x : f.y, sum[i]);
+          for (int i = 0; i < 4; i++) sum[i] = fmaf(number_of_sum(c[j][i]), i < 2 ? f.x : f.y, sum[i]);
         }
       }
     }
   }
 }
+
+// Integers of `bits`, as digits_linear takes weights: `grain` steps have a scale, and a zero point where there are any.
+template <int code_bits, int grain, bool zero, bool are_e8m0 = false>
+struct IntegerWeights : Grained<code_bits, grain> {
+  using Grained<code_bits, grain>::columns, Grained<code_bits, grain>::grains, Grained<code_bits, grain>::code_bytes;
+  static constexpr int bits = code_bits, log_of_unit = 8 - bits - log_of_sums;  // products count 2^-log_of_unit
+  static constexpr bool has_zero = zero, has_shares = zero, has_outer = false;
+  template <int M>
+  using Order = DigitsByStep<M>;
+
+  // The number of a code, with its scale where the unit has one.
+  __device__ static float number(const uint8_t* unit, const Groups& groups, int row, int k, uint32_t zero_of_row) {
+    const uint32_t code = code_of_unit<bits>(unit, row, k);
+    const int place = k / (32 * grain) * rows_of_tile + row % 8 * 2 + row / 8;
+    const float scale = are_e8m0            ? e8m0_to_float(unit[code_bytes + place])
+                        : groups.are_inside ? number_at(unit + code_bytes, groups.stored, place)
+                                            : 1.0f;
+    if (!has_zero) return scale * static_cast<float>(static_cast<int>(code << (32 - bits)) >> (32 - bits));
+    const uint32_t of_group = groups.are_inside ? (unit + Grained<bits, grain>::zero_at(groups.scale_size))[place] : zero_of_row;
+    return scale * (static_cast<float>(code) - static_cast<float>(of_group));
+  }
+
+  template <int M>
+  __device__ static __forceinline__ void write_shares(const uint8_t* digits, int* shares) {
+    shares_of_zero<bits, grain, M>(digits, shares);
+  }
+  template <int M>
+  __device__ static __forceinline__ void add_products(const uint8_t* unit, const uint8_t* digits, const int* shares,
+                                                      const Groups& groups, int, float (&sum)[4]) {
+    products_of_unit<bits, grain, has_zero, are_e8m0, M>(unit, digits, shares, groups, sum);
+  }
+};
 
 }  // namespace lowbit::cuda

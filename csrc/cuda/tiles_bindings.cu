@@ -1,7 +1,6 @@
 // lowbit_cuda::digits_linear: checks what it is given and launches digits.cuh on torch's current stream.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "digits_launch.cuh"
+#include "host.h"
 
 namespace lowbit::cuda {
 
@@ -34,9 +34,10 @@ Stored stored_as(const Tensor& scale) {
   switch (scale.scalar_type()) {
     case ScalarType::Float: return Stored::float32;
     case ScalarType::BFloat16: return Stored::bfloat16;
-    case ScalarType::Half: return Stored::float16;
+    case ScalarType::Half:
+    case ScalarType::Byte: return Stored::float16;  // the codes of a format say nothing here
     default:
-      STD_TORCH_CHECK(false, "scale must be float32, bfloat16 or float16, got ",
+      STD_TORCH_CHECK(false, "scale must be float32, bfloat16, float16 or uint8, got ",
                       torch::headeronly::toString(scale.scalar_type()));
   }
 }
@@ -59,22 +60,33 @@ void check(const Tensor& t, const char* name, const Tensor& x, int64_t rows, int
                   rows, ", ", columns, "]");
 }
 
+// Whether there is a kernel for the format and the scheme; `exponent`: bits of a float's, 0 for integers.
+bool is_known(int64_t bits, int64_t exponent, int64_t group, const Tensor& scale, bool scale_is_e8m0) {
+  const bool is_e2m1 = bits == 4 && exponent == 2;
+  const bool is_e8m0 = scale.scalar_type() == ScalarType::Byte && scale_is_e8m0;
+  if (is_e8m0) return group == 32 && (is_e2m1 || (exponent == 0 && bits == 8));
+  if (scale.scalar_type() == ScalarType::Byte) return group == 16 && is_e2m1;
+  return (is_e2m1 || (exponent == 0 && launcher_of(bits))) && (group == -1 || group == 32 || group == 64 || group == 128);
+}
+
 Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any,
-                        std::optional<Tensor> bias_any, int64_t bits, int64_t group_size, int64_t column_warps,
+                        std::optional<Tensor> outer_any, std::optional<Tensor> bias_any, int64_t bits, int64_t exponent,
+                        int64_t group_size, bool scale_is_e8m0, double factor, int64_t column_warps,
                         int64_t tile_warps, int64_t stages, int64_t most_under_way, int64_t early) {
   const ScalarType dtype = x_any.scalar_type();
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
                   "x must be float16 or bfloat16 [..., K] on a CUDA device");
   STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
-  const auto launch = launcher_of(bits);
-  STD_TORCH_CHECK(launch != nullptr, "bits must be 2, 3, 4, 5, 6 or 8, got ", bits);
-  STD_TORCH_CHECK(group_size == -1 || group_size == 32 || group_size == 64 || group_size == 128,
-                  "group_size must be -1, 32, 64 or 128, got ", group_size);
+  STD_TORCH_CHECK(is_known(bits, exponent, group_size, scale_any, scale_is_e8m0), "there is no kernel for ", bits,
+                  " bits, an exponent of ", exponent, " and groups of ", group_size, " under such scales");
+  const auto launch = exponent                                          ? launch_digits_of_e2m1
+                      : scale_any.scalar_type() == ScalarType::Byte ? launch_digits_of_mxint8
+                                                                    : launcher_of(bits);
   STD_TORCH_CHECK(column_warps >= 0 && column_warps <= most_warps_of_digits, "column_warps must be 0..", most_warps_of_digits,
                   ", got ", column_warps);
-  const torch::stable::accelerator::DeviceGuard guard(x_any.get_device_index());
-  const Tensor x = torch::stable::contiguous(x_any), scale = torch::stable::contiguous(scale_any);
-  Tensor packed = torch::stable::contiguous(packed_any), zero = scale, bias = scale;  // kept until the launch
+  const OnDevice guard(x_any.get_device_index());
+  const Tensor x = dense(x_any), scale = dense(scale_any);
+  Tensor packed = dense(packed_any), zero = scale, outer = scale, bias = scale;  // kept until the launch
   if (!is_on_16_bytes(packed.const_data_ptr())) packed = torch::stable::clone(packed);
 
   Digits a = {};
@@ -86,11 +98,14 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   shape.back() = a.n;
   int64_t m = 1;
   for (size_t i = 0; i + 1 < shape.size(); i++) m *= shape[i];
-  STD_TORCH_CHECK(m <= most_rows_of_digits, "x must have at most ", most_rows_of_digits, " rows, got ", m);
+  const int most = exponent ? 1 : most_rows_of_digits;
+  STD_TORCH_CHECK(m <= most, "x must have at most ", most, " rows, got ", m);
   a.row_is_group = group_size == -1 && a.k > 0;  // without columns there is no scale
   a.scale_stored = stored_as(scale);
-  a.scale_size = a.scale_stored == Stored::float32 ? 4 : 2;
+  a.scale_size = scale.scalar_type() == ScalarType::Byte ? 1 : a.scale_stored == Stored::float32 ? 4 : 2;
   a.has_zero = zero_any.has_value();
+  a.factor = static_cast<float>(factor);
+  STD_TORCH_CHECK(!a.has_zero || exponent == 0, "a zero point goes with integers");
   const int columns = bits <= 4 ? 512 : 256, groups = group_size == -1 ? 0 : columns / static_cast<int>(group_size);
   a.tiles = (a.n + rows_of_tile - 1) / rows_of_tile;
   a.units_of_row = (a.k + columns - 1) / columns;
@@ -101,19 +116,26 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   a.units = static_cast<const uint8_t*>(packed.const_data_ptr());
   a.scale = scale.const_data_ptr();
   if (zero_any) {
-    zero = torch::stable::contiguous(*zero_any);
+    zero = dense(*zero_any);
     check(zero, "zero_point", x, a.n, scale.size(1));
     STD_TORCH_CHECK(zero.scalar_type() == ScalarType::Byte, "zero_point must be uint8, got ",
                     torch::headeronly::toString(zero.scalar_type()));
     a.zero_point = static_cast<const uint8_t*>(zero.const_data_ptr());
   }
+  if (outer_any) {
+    STD_TORCH_CHECK(group_size == 16, "outer goes with groups of 16 under e4m3, got groups of ", group_size);
+    STD_TORCH_CHECK(outer_any->is_cuda() && outer_any->numel() == 1 && outer_any->scalar_type() == ScalarType::Float,
+                    "outer must be one float32 on the device of x");
+    outer = *outer_any;
+    a.outer = static_cast<const float*>(outer.const_data_ptr());
+  }
   if (bias_any) {
     STD_TORCH_CHECK(bias_any->is_cuda() && bias_any->dim() == 1 && bias_any->numel() == a.n && bias_any->scalar_type() == dtype,
                     "bias must have the dtype and device of x and shape [", a.n, "]");
-    bias = torch::stable::contiguous(*bias_any);
+    bias = dense(*bias_any);
     a.bias = bias.const_data_ptr();
   }
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = empty_like(x, shape);
   if (m == 0 || a.n == 0) return y;
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();
@@ -133,8 +155,8 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
   m.def(
-      "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? bias, int bits, int group_size, "
-      "int column_warps=0, int tile_warps=0, int stages=0, int most_under_way=0, int early=0) -> Tensor");
+      "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int bits, "
+      "int exponent, int group_size, bool scale_is_e8m0, float factor, int column_warps=0, int tile_warps=0, int stages=0, int most_under_way=0, int early=0) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("digits_linear", TORCH_BOX(&linear_by_digits)); }

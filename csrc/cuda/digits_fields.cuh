@@ -1,0 +1,172 @@
+// The products of a unit of integers and the digits of one row of x on the integer tensor cores, where codes are never put
+// together or moved.
+//
+// A plane of a byte's fields is an operand A with all but one field masked away, or with those above it too: of a byte of two
+// fields, `low` times the digits of both steps and the whole byte times those of the higher step give both products, since
+// 16 high = byte - low. Planes are operands of their own. Products, the sums of a group, and those of them that make up a code,
+// by powers of two, are exact integers, and so is the zero point's share, z times the sums of the digits. A signed code is one
+// without a sign whose zero point is 2^(bits - 1). From there on fp32: the group's scale, and the sum of groups.
+#pragma once
+
+#include "digits_products.cuh"
+
+namespace lowbit::cuda {
+
+// Two steps of 32 columns share an operand B: column 2 d has digit d of the even step, column 2 d + 1 that of the odd one, so
+// that lane % 4 = d has the sums with digit d of both (columns 6 and 7 repeat 0 and 1, and count nothing). Four steps lie
+// together: for each digit and parity 64 bytes, of which 16 are a lane's registers for two pairs of steps.
+struct DigitsByPair {
+  static constexpr int size_of_quad = 384, size_of_pair = size_of_quad / 2;
+  static constexpr bool splits_columns = false, has_digit_a_lane = true;
+  __device__ static __forceinline__ int digit_of(int column) { return column / 2 % 3; }
+  __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int, int step, uint8_t* digits) {
+    uint2 digit[3];
+    take_digits(biased, digit);
+    uint8_t* to = digits + step / 4 * size_of_quad + step % 2 * 64 + threadIdx.x % 4 * 16 + step % 4 / 2 * 8;
+#pragma unroll
+    for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(to + d * 128) = digit[d];
+  }
+  // Where a lane finds its registers of operand B.
+  __device__ static __forceinline__ int place_of(int lane) { return lane / 4 % 6 * 64 + lane % 4 * 16; }
+};
+
+// The four words of a lane with all but the bits of `mask` taken away and those of `flipped` turned over.
+__device__ __forceinline__ void masked(const uint4& words, uint32_t mask, uint32_t flipped, uint32_t (&a)[4]) {
+  a[0] = words.x & mask ^ flipped, a[1] = words.y & mask ^ flipped;
+  a[2] = words.z & mask ^ flipped, a[3] = words.w & mask ^ flipped;
+}
+
+// Adds the products of four steps and the plane of `width` bits that stands for 2^low and more to the integers of their groups,
+// [group][row of W], which count 2^-log. `parity`: of the quad of steps. `flips`: the plane has the sign of a signed code.
+template <int width, int low, int log, int grain, bool flips>
+__device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, int parity, const uint4& b,
+                                           int (&v)[4 / grain][2]) {
+  constexpr int fields = 8 / width;
+  const auto word = [&](int i) { return *reinterpret_cast<const uint4*>(lane_codes + (quad * 4 / fields + i) * 512); };
+  if constexpr (width == 4) {  // two sums for two steps; the second pair of a group goes on with those of the first
+    constexpr int length = grain == 4 ? 2 : 1, up = log + low - 4;
+    constexpr uint32_t sign = flips ? 0x08080808u : 0;
+#pragma unroll
+    for (int first = 0; first < 2; first += length) {
+      int lows[4] = {}, bytes[4] = {};
+#pragma unroll
+      for (int p = first; p < first + length; p++) {
+        const uint4 both = word(p);
+        uint32_t a[4], a1[4];
+        masked(both, 0x0f0f0f0fu, sign, a);
+        masked(both, 0xffffffffu, sign | sign << 4, a1);
+        multiply<false>(lows, a, p ? b.z : b.x, p ? b.w : b.y);
+        multiply<false>(bytes, a1, p ? b.z : b.x, p ? b.w : b.y);
+      }
+#pragma unroll
+      for (int row = 0; row < 2; row++) {
+        v[2 * first / grain][row] += lows[2 * row] << 4 + up;
+        v[(2 * first + 1) / grain][row] += bytes[2 * row + 1] - lows[2 * row + 1] << up;
+      }
+    }
+  } else {
+    const uint4 all = word(0);
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+      const int at = (parity * 4 + step) % fields * width;
+      uint32_t a[4];
+      int c[4] = {};
+      masked(all, ((1u << width) - 1 << at) * 0x01010101u, flips ? (1u << at + width - 1) * 0x01010101u : 0, a);
+      multiply<false>(c, a, step / 2 ? b.z : b.x, step / 2 ? b.w : b.y);
+#pragma unroll
+      for (int row = 0; row < 2; row++) v[step / grain][row] += c[2 * row + step % 2] << log + low - at;
+    }
+  }
+}
+
+// Integers of fewer than eight bits, as digits_linear takes weights, for one row of x.
+template <int code_bits, int grain, bool zero>
+struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
+  using Base = IntegerWeights<code_bits, grain, zero>;
+  using Base::columns, Base::steps, Base::code_bytes, Base::zero_at;
+  static constexpr int bits = code_bits, log_of_integers = bits & 4 ? 4 : 6;  // the least that leaves no field below 1
+  static constexpr int log_of_unit = log_of_integers - log_of_sums;
+  static constexpr bool has_zero = zero, has_shares = true, has_outer = false;
+  template <int M>
+  using Order = DigitsByPair;
+
+  // What a zero point of 1 (2^(bits - 1) where there are none) adds to the sums with each digit, less than nothing, in each
+  // group: by lane % 4, of eight numbers.
+  template <int M>
+  __device__ static __forceinline__ void write_shares(const uint8_t* digits, int* shares) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+    const uint8_t* lane_digits = digits + DigitsByPair::place_of(lane);
+#pragma unroll
+    for (int quad = 0; quad < columns / 128; quad++) {
+      const uint4 b = *reinterpret_cast<const uint4*>(lane_digits + quad * DigitsByPair::size_of_quad);
+      int first[4] = {}, second[4] = {};
+      multiply<true>(first, ones, b.x, b.y);
+      multiply<true>(second, ones, b.z, b.w);
+      const int of_step[4] = {first[0], first[1], second[0], second[1]};
+      if (lane < 4) {
+#pragma unroll
+        for (int g = 0; g < 4 / grain; g++) {
+          int sum = 0;
+#pragma unroll
+          for (int i = 0; i < grain; i++) sum += of_step[g * grain + i];
+          shares[(quad * 4 / grain + g) * 8 + lane] = -sum << log_of_integers + (has_zero ? 0 : bits - 1);
+        }
+      }
+    }
+  }
+
+  template <int M>
+  __device__ static __forceinline__ void add_products(const uint8_t* unit, const uint8_t* digits, const int* shares,
+                                                      const Groups& groups, int lane, float (&sum)[4]) {
+    constexpr int groups_of_quad = 4 / grain, size = rows_of_tile * columns / 8;  // bytes of one bit of all codes
+    constexpr int together = grain == 4 && bits >= 4 ? columns / 128 : 2;         // quads whose scales are loaded at a time
+    const uint8_t *lane_codes = unit + lane * 16, *lane_digits = digits + DigitsByPair::place_of(lane);
+    const uint8_t* lane_zeros = unit + zero_at(groups.scale_size) + lane / 4 * 2;
+    const int* lane_shares = shares + lane % 4;
+#pragma unroll(bits < 4 ? 1 : 4)  // more loads at a time take too many registers
+    for (int from = 0; from < columns / 128; from += together) {
+      float2 scale[together * groups_of_quad];
+      int2 points[together * groups_of_quad];
+      scales_of<false>(unit + code_bytes + from * groups_of_quad * rows_of_tile * groups.scale_size, groups, scale);
+      if constexpr (has_zero) {
+#pragma unroll
+        for (int g = 0; g < together * groups_of_quad; g++) points[g] = groups.zero_of_row;
+        if (groups.are_inside) {
+#pragma unroll
+          for (int g = 0; g < together * groups_of_quad; g++) {
+            const uint32_t two = *reinterpret_cast<const uint16_t*>(lane_zeros + (from * groups_of_quad + g) * rows_of_tile);
+            points[g] = {static_cast<int>(two & 0xff), static_cast<int>(two >> 8)};
+          }
+        }
+      }
+#pragma unroll
+      for (int inner = 0; inner < together; inner++) {
+        const int quad = from + inner;
+        const uint4 b = *reinterpret_cast<const uint4*>(lane_digits + quad * DigitsByPair::size_of_quad);
+        int v[groups_of_quad][2];
+#pragma unroll
+        for (int i = 0; i < groups_of_quad; i++) {
+          const int share = lane_shares[(quad * groups_of_quad + i) * 8];
+          const int2 z = has_zero ? points[inner * groups_of_quad + i] : int2{1, 1};
+          v[i][0] = z.x * share, v[i][1] = z.y * share;
+        }
+        constexpr bool flips = !has_zero;
+        constexpr int second = bits & 4, third = second + (bits & 2);  // where planes begin, the widest first
+        if constexpr (bits & 4) add_fields<4, 0, log_of_integers, grain, flips && bits == 4>(lane_codes, quad, inner % 2, b, v);
+        if constexpr (bits & 2)
+          add_fields<2, second, log_of_integers, grain, flips && !(bits & 1)>(lane_codes + second * size, quad, inner % 2, b, v);
+        if constexpr (bits & 1)
+          add_fields<1, third, log_of_integers, grain, flips>(lane_codes + third * size, quad, inner % 2, b, v);
+#pragma unroll
+        for (int i = 0; i < groups_of_quad; i++) {  // small numbers, which do not overflow where a scale is large
+          const float2 f = scale[inner * groups_of_quad + i];
+          sum[0] = fmaf(__int2float_rn(v[i][0]) * 0x1p-22f, f.x, sum[0]);
+          sum[2] = fmaf(__int2float_rn(v[i][1]) * 0x1p-22f, f.y, sum[2]);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace lowbit::cuda
