@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from accuracy import linear_bound
 
 import lowbit
 from lowbit import SCHEMES, QTensor, quantize_
@@ -151,6 +152,21 @@ def test_tiles_take_x_that_is_not_finite(scheme, value, m):
     assert torch.equal(y[1].isnan(), exact[1].isnan())
     assert torch.equal(y[1].sign().nan_to_num(), exact[1].sign().nan_to_num())
     assert not y[1].isfinite().any()
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4_sym", "int3", "int8"])
+@pytest.mark.parametrize("k", [8704, 28672, 66000])
+@pytest.mark.parametrize("m", [1, 2])
+def test_rows_of_which_the_ring_holds_a_part(scheme, k, m):
+    """More copies than places in shared memory, warps with more units than others, and more of x than fits at a time."""
+    w = tiles(scheme, 300, k)
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    with lowbit.trace_kernels() as trace:
+        y = torch.nn.functional.linear(x, w).double()
+    assert set(trace.kernels()) == {row_of_tiles(m)}
+    weights = w.dequantize(torch.float64)
+    exact = x.double() @ weights.T
+    assert bool(((y - exact).abs() <= linear_bound("exact digits", x.double(), weights, None, exact, x.dtype)).all())
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8", "mxfp4"])

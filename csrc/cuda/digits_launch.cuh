@@ -14,6 +14,7 @@ namespace lowbit::cuda {
 // 0: the launcher chooses. `early` -1: nothing starts before the kernel ahead has ended.
 struct DigitsPlan {
   int column_warps, tile_warps, stages, most_under_way, early;
+  int most_before_x = 0;
 };
 
 // `m`: 1 or 2 rows of x; `group` a multiple of 32 up to 128, or 0 where the whole row is one.
@@ -86,9 +87,9 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   a.column_warps = plan.column_warps ? std::min(plan.column_warps, std::max(a.units_of_row, 1)) : column_warps_for(a.units_of_row);
   a.tile_warps = std::max(1, std::min(plan.tile_warps ? plan.tile_warps : 16 / a.column_warps, most_tiles));
   while (a.column_warps * a.tile_warps > most_warps_of_digits) a.tile_warps--;
-  const int warps = a.column_warps * a.tile_warps, own = (a.units_of_row + a.column_warps - 1) / a.column_warps;
+  const auto warps = [&] { return a.column_warps * a.tile_warps; };
   const auto memory_with = [&](int stages, int units) {
-    const int slices = warps * units;
+    const int slices = warps() * units;
     DigitsMemory at = {};
     at.digits = (stages << a.log_of_run) * a.unit_size;
     at.factors = at.digits + slices * slice_size;
@@ -96,29 +97,45 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
     at.partial = at.shares + (W::has_shares ? slices * W::grains * 32 : 0);
     at.of_row = at.partial + most_tiles * a.column_warps * M * rows_of_tile * 4;
     at.barriers = at.of_row + most_tiles * rows_of_tile * 8;
-    at.total = (at.barriers + 2 * stages * 8 + 15) / 16 * 16;
+    at.x_is_here = at.barriers + 2 * stages * 8;
+    at.total = (at.x_is_here + 4 + 15) / 16 * 16;
     return at;
   };
   const int units = std::max(1, most_tiles * a.units_of_row);
-  const auto fewest = [&] { return !has_ring ? 0 : std::min(units, warps + (1 << a.log_of_run)) >> a.log_of_run; };
+  const auto runs = [&] { return (units - 1 >> a.log_of_run) + 1; };
+  // By how many runs a warp goes on at most. The run that it waits for may not lie where another can still be under way, for
+  // the barrier could not tell them apart.
+  const auto ahead = [&] {
+    const int columns = a.column_warps, step = a.units_of_row > columns ? columns + a.units_of_row % columns : warps();
+    return (step - 1 >> a.log_of_run) + 1;
+  };
+  const auto fewest = [&] { return !has_ring ? 0 : std::min(runs(), ahead() + 1); };
   a.log_of_run = 2;  // one thread starts all copies, so each has to be of 8 KB and more
-  a.units_of_pass = std::max(own, 1);
-  while (a.units_of_pass > 1 && memory_with(fewest() + 1, a.units_of_pass).total > device.memory) {
-    a.units_of_pass = (a.units_of_pass + 1) / 2;
+  a.units_of_pass = std::max(1, (a.units_of_row + a.column_warps - 1) / a.column_warps);
+  while (memory_with(fewest() + 1, a.units_of_pass).total > device.memory && (a.units_of_pass > 1 || a.column_warps > 1)) {
+    if (a.units_of_pass > 1) {
+      a.units_of_pass = (a.units_of_pass + 1) / 2;
+    } else {
+      a.column_warps = (a.column_warps + 1) / 2, a.tile_warps = 1;
+    }
     a.log_of_run = 0;
   }
-  a.stages = !has_ring ? 0 : std::min(plan.stages ? plan.stages : 64 >> a.log_of_run, (units - 1 >> a.log_of_run) + 1);
-  while (a.stages > 2 && memory_with(a.stages, a.units_of_pass).total > device.memory) a.stages--;
+  a.stages = !has_ring ? 0 : std::min(plan.stages ? std::max(plan.stages, fewest()) : 64 >> a.log_of_run, runs());
+  while (a.stages > fewest() && memory_with(a.stages, a.units_of_pass).total > device.memory) a.stages--;
   a.at = memory_with(a.stages, a.units_of_pass);
-  // Enough to keep the memory busy; more would keep the loads of x waiting, which matters less the longer the copies take.
+  // Enough to keep the memory busy. Before x is loaded two thirds of that speed do; without an early start one run is under way
+  // before the loads of x are.
   const int run = a.unit_size << a.log_of_run;
   const int64_t enough = std::clamp<int64_t>(int64_t{units} * a.unit_size / 4, 36 << 10, (W::bits == 8 ? 104 : 72) << 10);
-  a.most_under_way = std::min(a.stages, plan.most_under_way ? plan.most_under_way : std::max(2, static_cast<int>(enough / run)));
+  const int room = a.stages < runs() ? a.stages - ahead() : a.stages;
+  a.most_under_way = std::min(room, plan.most_under_way ? plan.most_under_way : std::max(2, static_cast<int>(enough / run)));
+  const int few = plan.most_before_x ? plan.most_before_x : is_early ? std::max(2, (34 << 10) / run) : 1;
+  a.most_before_x = std::min(a.most_under_way, few);
   a.is_early = is_early;
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3((warps + has_ring) * 32);
+  config.blockDim = dim3((warps() + has_ring) * 32);
   config.dynamicSmemBytes = a.at.total;
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
