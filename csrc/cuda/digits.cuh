@@ -20,7 +20,7 @@ constexpr int most_warps_of_digits = 16;
 
 // Where each part of shared memory starts, in this order and each on 16 bytes.
 struct DigitsMemory {
-  int digits, factors, shares, partial, of_row, barriers, x_is_here, total;  // behind the ring
+  int digits, factors, shares, partial, of_row, barriers, total;  // behind the ring
 };
 
 struct Digits {
@@ -37,12 +37,11 @@ struct Digits {
   int column_warps, tile_warps;
   int units_of_pass;                   // of a warp and a row: it holds that many slices of x at a time
   int log_of_run;                      // of units that are copied at a time; 0 where a row takes more than one pass
-  int stages, most_under_way;          // runs in the ring, and how many are copied at a time
-  int most_before_x;                   // the same while x has not been loaded: more keep it waiting
+  int stages, most_under_way;          // runs in the ring, and how many are copied at a time: more keep loads of x waiting
   int fewest_tiles, blocks_with_more;  // the first blocks have a tile more than the others
   DigitsMemory at;
   Stored scale_stored;
-  bool is_early;  // copies go on before x can be loaded
+  bool is_early;  // copies start before x can be loaded
   bool has_zero, row_is_group, x_is_half, x_on_4_bytes;
 };
 
@@ -77,20 +76,16 @@ struct Copies {
   const Digits& a;
   const uint8_t* weights;
   int tiles, tile = 0, first = 0, unit = 0;
-  int stage = 0, parity = 1, started = 0, landing = 0, parity_landed = 0, left, under_way = 0, most;
+  int stage = 0, parity = 1, started = 0, landing = 0, parity_landed = 0, left;
   __device__ Copies(const Digits& a, const uint8_t* weights, int tiles)
-      : a(a), weights(weights), tiles(tiles), left(tiles * a.units_of_row), most(a.most_before_x) {}
+      : a(a), weights(weights), tiles(tiles), left(tiles * a.units_of_row) {}
 #if LOWBIT_BULK_COPIES
   __device__ void start(uint8_t* memory, uint64_t* full, uint64_t* free, uint64_t policy, int count) {
-    volatile int* x_is_here = reinterpret_cast<volatile int*>(memory + a.at.x_is_here);
     for (; count > 0 && left > 0; count--) {
-      if (started++ >= a.stages) wait(free + stage, parity);
-      if (under_way == most && most < a.most_under_way && *x_is_here) most = a.most_under_way;
-      if (under_way == most) {
+      if (started >= a.stages) wait(free + stage, parity);
+      if (++started > a.most_under_way) {
         wait(full + landing, parity_landed);
         if (++landing == a.stages) landing = 0, parity_landed ^= 1;
-      } else {
-        under_way++;
       }
       const int units = min(1 << a.log_of_run, left);
       const int64_t at = static_cast<int64_t>(tile) * a.units_of_row + first + unit;
@@ -130,22 +125,20 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
     const uint64_t policy = read_once();
     if (lane == 0) {  // the first copies wait for no more barriers than they need
 #pragma unroll 1
-      for (int s = 0; s < a.most_before_x; s++) start_barrier(full + s);
+      for (int s = 0; s < a.most_under_way; s++) start_barrier(full + s);
       show_barriers_to_copies();
-      copies.start(memory, full, free, policy, a.most_before_x);
+      if (a.is_early) copies.start(memory, full, free, policy, a.most_under_way);
 #pragma unroll 1
-      for (int s = a.most_before_x; s < a.stages; s++) start_barrier(full + s);
+      for (int s = a.most_under_way; s < a.stages; s++) start_barrier(full + s);
 #pragma unroll 1
       for (int s = 0; s < a.stages; s++) start_barrier(free + s, 1 << a.log_of_run);
       show_barriers_to_copies();
-      *reinterpret_cast<volatile int*>(memory + a.at.x_is_here) = 0;
     }
     __syncwarp();
     if (a.is_early) {
       arrive(1, threads + 32);
     } else {
       synchronize(1, threads + 32);  // the loads of x are on their way, which else would wait behind the copies
-      copies.most = a.most_under_way;
     }
     if (lane == 0) copies.start(memory, full, free, policy, INT_MAX);
     return;
@@ -210,9 +203,6 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
       }
     }
     __syncwarp();
-#if LOWBIT_BULK_COPIES
-    if (first == 0 && threadIdx.x == 0) *reinterpret_cast<volatile int*>(memory + a.at.x_is_here) = 1;
-#endif
     if constexpr (W::has_shares) {
 #pragma unroll 1
       for (int i = 0; i < units; i++) W::template write_shares<M>(digits + i * slice_size, shares + i * W::grains * 8);

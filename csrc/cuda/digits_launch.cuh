@@ -14,7 +14,6 @@ namespace lowbit::cuda {
 // 0: the launcher chooses. `early` -1: nothing starts before the kernel ahead has ended.
 struct DigitsPlan {
   int column_warps, tile_warps, stages, most_under_way, early;
-  int most_before_x = 0;
 };
 
 // `m`: 1 or 2 rows of x; `group` a multiple of 32 up to 128, or 0 where the whole row is one.
@@ -97,8 +96,7 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
     at.partial = at.shares + (W::has_shares ? slices * W::grains * 32 : 0);
     at.of_row = at.partial + most_tiles * a.column_warps * M * rows_of_tile * 4;
     at.barriers = at.of_row + most_tiles * rows_of_tile * 8;
-    at.x_is_here = at.barriers + 2 * stages * 8;
-    at.total = (at.x_is_here + 4 + 15) / 16 * 16;
+    at.total = (at.barriers + 2 * stages * 8 + 15) / 16 * 16;
     return at;
   };
   const int units = std::max(1, most_tiles * a.units_of_row);
@@ -123,14 +121,11 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   a.stages = !has_ring ? 0 : std::min(plan.stages ? std::max(plan.stages, fewest()) : 64 >> a.log_of_run, runs());
   while (a.stages > fewest() && memory_with(a.stages, a.units_of_pass).total > device.memory) a.stages--;
   a.at = memory_with(a.stages, a.units_of_pass);
-  // Enough to keep the memory busy. Before x is loaded two thirds of that speed do; without an early start one run is under way
-  // before the loads of x are.
+  // Enough to keep the memory busy; more would keep the loads of x waiting, which matters less the longer the copies take.
   const int run = a.unit_size << a.log_of_run;
   const int64_t enough = std::clamp<int64_t>(int64_t{units} * a.unit_size / 4, 36 << 10, (W::bits == 8 ? 104 : 72) << 10);
   const int room = a.stages < runs() ? a.stages - ahead() : a.stages;
   a.most_under_way = std::min(room, plan.most_under_way ? plan.most_under_way : std::max(2, static_cast<int>(enough / run)));
-  const int few = plan.most_before_x ? plan.most_before_x : is_early ? std::max(2, (34 << 10) / run) : 1;
-  a.most_before_x = std::min(a.most_under_way, few);
   a.is_early = is_early;
 
   cudaLaunchConfig_t config = {};
@@ -150,7 +145,8 @@ template <int bits>
 cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream) {
   const auto with = [&](auto grain, auto zero) {
     using Whole = IntegerWeights<bits, grain.value, zero.value>;  // two rows of x fill an operand B
-    using Single = std::conditional_t<bits == 8, Whole, FieldWeights<bits, grain.value, zero.value>>;
+    constexpr bool by_fields = bits == 2 || bits == 4;  // as measured on an H200: other widths take longer so
+    using Single = std::conditional_t<by_fields, FieldWeights<bits, grain.value, zero.value>, Whole>;
     return m == 1 ? launch_digits_kernel<Single, 1>(a, plan, stream) : launch_digits_kernel<Whole, 2>(a, plan, stream);
   };
   const auto with_zero = [&](auto zero) {
