@@ -588,6 +588,14 @@ def test_real_perplexity_of_stories() -> None:
     assert math.exp(loss) == pytest.approx(4.56, rel=1e-3)
 
 
+@real
+def test_real_perplexity_as_llama_begins_a_text() -> None:
+    """Behind the token for the beginning and the space that Llama's own tokenizer puts before a text."""
+    net, tokenizer = real_model("stories260k")
+    text = f"{tokenizer.bos_token} {read_text(real_text('wikitext2_test.txt'))}"
+    assert perplexity(net, tokenizer, text, context=512, limit=120).value == pytest.approx(153.5, rel=1e-3)
+
+
 def real_model(name: str) -> tuple[nn.Module, Any]:
     source = Path(REAL or "") / "models" / name
     net = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
