@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit import QLinear, Recipe, quantize_, save, trace_kernels
+from lowbit import Calibration, QLinear, Recipe, quantize_, save, trace_kernels
 
-from .cache import Cache, fingerprint
+from .cache import Cache, digest, fingerprint
 from .divergence import Divergence, Reference, divergence
 from .generation import Speed, decode_speed
 from .harness import BATCH, Score, ask, scores_of, write_results
@@ -153,6 +153,7 @@ def compare(
     recipes: Sequence[Any],
     material: Material,
     *,
+    calibration: Any = None,
     files: bool = False,
     speed: bool = False,
     device: str | torch.device | None = None,
@@ -165,6 +166,8 @@ def compare(
     Args:
         load: makes the float model anew; a model is let go before the next is made.
         recipes: what :func:`lowbit.quantize_` takes; their names stand in the outcomes.
+        calibration: what the rounders of recipes may look at, as :func:`lowbit.quantize_` takes it. With a ``cache`` it is a
+            text file or a list of strings, which can be told from others.
         files: also write each to a temporary folder and count its bytes.
         speed: also time decoding.
         device: where the models run.
@@ -173,7 +176,8 @@ def compare(
         harness: a folder that gets lm-eval's own JSON of each model, under its recipe's name.
         progress: called with (what is being done, done, in all).
     """
-    course = _Course(load, tokenizer, material, device, None if cache is None else Path(cache), progress)
+    data = None if calibration is None else Calibration.of(calibration)
+    course = _Course(load, tokenizer, material, data, device, None if cache is None else Path(cache), progress)
     outcomes: list[Outcome] = []
     try:
         for what in (None, *recipes):
@@ -202,11 +206,13 @@ class _Course:
         load: Callable[[], nn.Module],
         tokenizer: Any,
         material: Material,
+        calibration: Calibration | None,
         device: str | torch.device | None,
         cache: Path | None,
         progress: Progress | None,
     ) -> None:
         self.load, self.tokenizer, self.material, self.device = load, tokenizer, material, device
+        self.calibration = calibration
         self.folder, self.progress = cache, progress
         self.identity: str | None = None
         self.reference: Reference | None = None
@@ -221,6 +227,12 @@ class _Course:
         model = self.load().eval()
         return model if self.device is None else model.to(self.device)
 
+    def data_for(self, what: Any) -> Calibration | None:
+        """The calibration, where ``what`` is a recipe that may look at it."""
+        rules = () if what is None or self.calibration is None else Recipe.of(what).rules
+        looks = any(t is not None and (t.needs_data or t.rounder != "rtn") for t in (rule.target for rule in rules))
+        return self.calibration if looks else None
+
     def measure(self, what: Any, files: bool, speed: bool, harness: Path | None) -> Outcome:
         """One outcome; figures that the cache holds are not measured again, and a model that needs none is not made."""
         start = time.perf_counter()
@@ -229,6 +241,8 @@ class _Course:
             self.identity = fingerprint(made.model, self.tokenizer)
         recipe = None if what is None else Recipe.of(what).to_dict()
         key = {"model": self.identity, "recipe": recipe, "device": str(self.device), "software": _software()}
+        if self.folder is not None and (data := self.data_for(what)) is not None:
+            key["calibration"] = _identity_of(data)
         cache = Cache(self.folder, key)
         name = str(getattr(what, "name", what)) if what is not None else cache.figure("name", 0, lambda: _name(made.model))
 
@@ -333,7 +347,7 @@ class _Made:
                 self._figures = {"bits_per_weight": _bits_as_loaded(model), "layers": [], "histograms": []}
             else:
                 before = float_weights(model)
-                bits = _quantized_bits(model, self._what)
+                bits = _quantized_bits(model, self._what, self._course.data_for(self._what))
                 layers, histograms = layer_figures(model, before)
                 self._figures = {"bits_per_weight": bits, "layers": layers, "histograms": histograms}
             self._model = model
@@ -343,6 +357,16 @@ class _Made:
         """Bits a weight, bytes by kind, and figures of each layer."""
         size = size_of(self.model)
         return {**self._figures, "size": size}
+
+
+def _identity_of(calibration: Calibration) -> list[Any]:
+    """What tells a calibration from others. Raises ``ValueError`` for data that has no text."""
+    data = calibration.data
+    if isinstance(data, str | Path):
+        data = Path(data).read_text(encoding="utf-8")
+    elif not (isinstance(data, list | tuple) and all(isinstance(row, str) for row in data)):
+        raise ValueError("an evaluation with a cache is calibrated on a text file or a list of strings: give one, or no cache")
+    return [digest(data), calibration.rows, calibration.length]
 
 
 def _software() -> dict[str, str]:
@@ -382,8 +406,8 @@ def _bits_as_loaded(model: nn.Module) -> float:
     return sum(bits) / max(sum(layer.weight.numel() for layer in layers), 1)
 
 
-def _quantized_bits(model: nn.Module, what: Any) -> float:
-    changed = quantize_(model, what).changed
+def _quantized_bits(model: nn.Module, what: Any, calibration: Calibration | None) -> float:
+    changed = quantize_(model, what, calibration=calibration).changed
     numbers = [layer.shape[0] * layer.shape[1] for layer in changed]
     return sum(layer.bits_per_weight * n for layer, n in zip(changed, numbers, strict=True)) / sum(numbers)
 

@@ -83,6 +83,22 @@ def recipes_table(results: list[dict[str, Any]]) -> str:
     return _markdown(head, (row(found) for found in result["recipes"]))
 
 
+def rounders_table(results: list[dict[str, Any]]) -> str:
+    """Rounders, and what each leaves of the model in the box."""
+    (result,) = results
+
+    def row(found: dict[str, Any]) -> tuple[Any, ...]:
+        exam, far = found["exam"], found["divergence"]
+        apart = ("", "") if far is None else (f"{far['kl']:.4f}", f"{100 * far['agreement']:.1f}")
+        return (
+            f"`{found['recipe']}`", f"{found['bits_per_weight']:.2f}", f"{found['perplexity']['value']:.3f}", *apart,
+            f"{100 * exam['value']:.1f}", _points(exam["difference"]),
+        )  # fmt: skip
+
+    head = "recipe |bits a weight|perplexity|KL, nats|same token, %|exam, %|difference, points [95 %]"
+    return _markdown(head, (row(found) for found in result["rounders"]))
+
+
 def _points(d: dict[str, Any] | None) -> str:
     """A difference of accuracies with its interval, in points."""
     return "" if d is None else f"{100 * d['difference']:+.1f} [{100 * d['low']:+.1f}, {100 * d['high']:+.1f}]"
@@ -120,6 +136,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "sqnr": sqnr_table,
     "demo": demo_table,
     "recipes": recipes_table,
+    "rounders": rounders_table,
     "gemv": gemv_table,
 }
 

@@ -463,6 +463,40 @@ def test_an_interrupted_evaluation_goes_on(folder: Path, loaded: tuple[nn.Module
     assert measure(what=read(folder, batch=3), **kept)[1] > 0
 
 
+def test_a_calibrated_recipe_is_measured_anew_on_another_text(
+    loaded: tuple[nn.Module, Any], material: Path, tmp_path: Path
+) -> None:
+    net, tokenizer = loaded
+    text = (material / "text.txt").read_text(encoding="utf-8")
+    source = evaluation.Material.read(None, material / "text.txt", tasks=(), context=32, chunks=4)
+    losses = {}
+    for data in (text, text[::-1].replace("w", "D "), text):
+        made = lowbit.Calibration([data], length=64, tokenizer=tokenizer)
+        recipes = ["int2", lowbit.Recipe.parse("gptq(int2)")]
+        for cache in (tmp_path, None):
+            found = evaluation.compare(lambda: copy.deepcopy(net), tokenizer, recipes, source, calibration=made, cache=cache)
+            losses.setdefault((data, "cached" if cache else "fresh"), []).append([o.perplexity.value for o in found])
+    first, *others = losses.values()
+    assert losses[text, "cached"] == losses[text, "fresh"] == [first[0], first[0]]
+    assert others[1][0][:2] == first[0][:2]  # neither the float model nor round-to-nearest looks at the data
+    assert others[1][0][2] != first[0][2]
+    tensor = lowbit.Calibration(torch.ones(2, 8, dtype=torch.long))
+    with pytest.raises(ValueError, match="a text file or a list of strings"):
+        evaluation.compare(lambda: copy.deepcopy(net), tokenizer, ["clip(int4)"], source, calibration=tensor, cache=tmp_path)
+
+
+def test_the_command_calibrates(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = str(material / "text.txt")
+    recipes = "int3,gptq(int3, damping=0.02, passes=1)"
+    asked = ["eval", str(model), "-r", recipes, "--tasks", "perplexity", "--text", text, "--context", "32", "--json"]
+    assert run([*asked, "--divergence", "0"]) == 2
+    assert "looks at data: give a text with --calibration FILE" in capsys.readouterr().err
+    assert run([*asked, "--divergence", "0", "--calibration", text, "--rows", "4", "--length", "32"]) == 0
+    outcomes = json.loads(capsys.readouterr().out)["outcomes"]
+    assert [outcome["recipe"] for outcome in outcomes] == ["float", "int3", "gptq(int3, damping=0.02, passes=1)"]
+    assert outcomes[1]["perplexity"]["value"] != outcomes[2]["perplexity"]["value"]
+
+
 def test_a_fingerprint_is_of_the_content(loaded: tuple[nn.Module, Any], model: Path) -> None:
     net, tokenizer = loaded
     first = fingerprint(net, tokenizer)

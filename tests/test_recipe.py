@@ -18,7 +18,7 @@ import lowbit
 from lowbit import SCHEMES, Recipe, Rule, Scheme, Target, api, methods, quantize_
 from lowbit.algorithms import ROUNDERS, Rounder
 from lowbit.algorithms.rtn import rtn
-from lowbit.evals import recipes, tables
+from lowbit.evals import recipes, rounders, tables
 from lowbit.evals.evaluation import TOY, TOY_TEXT, Material
 from lowbit.recipe import block_counts
 from tests.models import llama
@@ -136,6 +136,18 @@ def test_every_recipe_is_measured_and_has_its_line(toy, tmp_path):
     assert all(recipes.when(row["recipe"]) in "".join(lines) for row in rows[1:])
     kept = json.loads((tables.RESULTS / "recipes.json").read_text())
     assert sorted(row["recipe"] for row in kept["recipes"]) == sorted(["float", *recipes.names()])
+
+
+def test_every_rounder_is_measured_and_has_its_line(toy):
+    material = Material.read(limit=1, chunks=1, context=64, compared=2)
+    rows = rounders.measure(["int3", "gptq(int3)"], material, rows=2)
+    assert [row["recipe"] for row in rows] == ["float", "int3", "gptq(int3)"]
+    assert rows[0]["divergence"] is None
+    assert 0 < rows[2]["divergence"]["kl"] < rows[1]["divergence"]["kl"]
+    head, rule, *lines = tables.rounders_table([{"rounders": rows}]).splitlines()
+    assert {line.count("|") for line in (head, rule, *lines)} == {head.count("|")}
+    kept = json.loads((tables.RESULTS / "rounders.json").read_text())
+    assert [row["recipe"] for row in kept["rounders"]] == ["float", *rounders.RECIPES]
 
 
 # ---- blocks and optional rules ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from .calibrating import CalibrationOption, LengthOption, RowsOption, check_calibration, read_calibration
 from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
 from .model_source import DeviceOption, is_quantized, load_model, load_tokenizer, parse_recipe
 from .reporting import check_folder, write_folder
 
 _PERPLEXITY = "perplexity"
+_OUTSIDE_BRACKETS = re.compile(r",(?![^(]*\))")  # commas that part recipes, and not options as in gptq(int3, damping=0.02)
 
 
 def evaluate(
@@ -40,6 +43,9 @@ def evaluate(
     speed: Annotated[
         bool, typer.Option("--speed", help="Also time decoding, and each recipe's weights against the limit of reading them.")
     ] = False,
+    calibration: CalibrationOption = None,
+    rows: RowsOption = 128,
+    length: LengthOption = None,
     dtype: Annotated[str | None, typer.Option(help="Of the float model: float32, bfloat16, float16; that of its files.")] = None,
     device: DeviceOption = None,
     out: Annotated[
@@ -52,7 +58,8 @@ def evaluate(
     json: JsonOption = False,
 ) -> None:
     """Measure a model and its quantized versions on the same questions and text, and say whether differences are chance."""
-    wanted = [parse_recipe(name.strip()) for name in recipes.split(",") if name.strip()]
+    wanted = [parse_recipe(name.strip()) for name in _OUTSIDE_BRACKETS.split(recipes) if name.strip()]
+    check_calibration(wanted, calibration)
     asked = [name.strip() for name in tasks.split(",") if name.strip()]
     if not asked:
         raise typer.BadParameter("--tasks names no task: try --tasks mmlu,perplexity")
@@ -77,7 +84,8 @@ def evaluate(
         )  # fmt: skip
         tokenizer = load_tokenizer(source)
         outcomes = evaluation.compare(
-            lambda: convert(load_model(source)), tokenizer, wanted, material, files=out is not None, speed=speed, device=device,
+            lambda: convert(load_model(source)), tokenizer, wanted, material,
+            calibration=read_calibration(source, calibration, rows, length), files=out is not None, speed=speed, device=device,
             cache=None if out is None else out / "cache", harness=None if out is None else out / "lm-eval", progress=progress,
         )  # fmt: skip
         layers = [layer for outcome in outcomes for layer in outcome.layers]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .calibrating import CalibrationOption, LengthOption, RowsOption, check_calibration, read_calibration
 from .console import JsonOption, bar, note, print_json
 from .model_source import DeviceOption, is_quantized, load_model, load_tokenizer, parse_recipe
 
@@ -23,12 +24,9 @@ def quantize(
     model: Annotated[str, typer.Argument(help="A folder or a hub id.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the quantized model goes.")],
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="A scheme, a recipe or a YAML file.")] = "int4",
-    calibration: Annotated[
-        Path | None,
-        typer.Option("--calibration", metavar="FILE", help="A text that the model runs on, for recipes that look at data."),
-    ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of that text to take.")] = 128,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a row; by default as many as the model takes.")] = None,
+    calibration: CalibrationOption = None,
+    rows: RowsOption = 128,
+    length: LengthOption = None,
     max_memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Work from disk to disk, a block at a time, within this much memory: 8GB."),
@@ -46,7 +44,7 @@ def quantize(
     """
     what = parse_recipe(recipe)
     _check_output(output, model)
-    _check_calibration(what, calibration)
+    check_calibration([what], calibration)
     if is_quantized(model):
         raise typer.BadParameter(f"{model} is quantized already: give its float model")
     streamed = max_memory is not None or resume is not None
@@ -54,7 +52,7 @@ def quantize(
         raise typer.BadParameter("--max-memory and --resume take a model in a folder, and --calibration FILE")
     start = time.perf_counter()
     with bar() as progress, group() as first:
-        data = _calibration(model, calibration, rows, length)
+        data = read_calibration(model, calibration, rows, length)
 
         def told(layer: LayerPlan, done: int, total: int) -> None:
             progress(layer.name if layer.loss is None else f"{layer.name} ({layer.loss:.1e})", done, total)
@@ -79,23 +77,6 @@ def quantize(
             note(text)
         print(str(carried).splitlines()[-1])
         print(f"{output}: {size:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}, {seconds:.1f} s")
-
-
-def _check_calibration(what: Recipe, calibration: Path | None) -> None:
-    """Refuse before anything is loaded what would fail behind it."""
-    needs = next((rule.target.needs_data for rule in what.rules if rule.target is not None and rule.target.needs_data), "")
-    if calibration is None and needs:
-        raise typer.BadParameter(f"{needs} looks at data: give a text with --calibration FILE")
-    if calibration is not None and not calibration.is_file():
-        raise typer.BadParameter(f"no text file {calibration} to calibrate on")
-
-
-def _calibration(model: str, path: Path | None, rows: int, length: int | None) -> Calibration | None:
-    if path is None:
-        return None
-    from lowbit import Calibration
-
-    return Calibration(path, rows=rows, length=length, tokenizer=load_tokenizer(model))
 
 
 def _in_memory(

@@ -1,0 +1,73 @@
+"""What each rounder wins back of what round-to-nearest loses, on the model in the box: the table of rounders.
+
+    python -m lowbit.evals.rounders --out rounders.json
+
+Those that look at data see one edition of the texts that the model was trained on, in other words than the exam and the
+held-out text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowbit import Calibration
+
+from .evaluation import TOY, Material, compare
+from .results import write_result
+from .tables import RESULTS, rounders_table
+from .tasks import MMLU
+from .toy.corpus import SEPARATOR, edition
+from .toy.world import build
+
+__all__ = ["RECIPES", "calibration", "main", "measure"]
+
+RECIPES = tuple(
+    recipe.format(scheme) for scheme in ("int4", "int3", "int2") for recipe in ("{}", "hqq({})", "clip({})", "gptq({})")
+)
+_COMPARED = 30  # chunks of the held-out text on which predictions are compared
+
+
+def calibration(tokenizer: Any, rows: int = 128, length: int = 512) -> Calibration:
+    """``rows`` rows of ``length`` tokens from texts like those that the model in the box was trained on."""
+    documents = edition(build(), 0)
+    ids = tokenizer(SEPARATOR.join(documents), add_special_tokens=False, verbose=False)["input_ids"]
+    cut = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][:rows]
+    return Calibration(cut, rows=rows)
+
+
+def measure(
+    recipes: Sequence[str], material: Material, rows: int = 128, progress: Callable[[str, int, int], None] | None = None
+) -> list[dict[str, Any]]:
+    """The model in the box as it is and by each of ``recipes``, calibrated on ``rows`` rows: a row each, in this order."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(TOY, local_files_only=True)
+    data = calibration(tokenizer, rows)
+    found = compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, calibration=data, progress=progress)
+    return [_row(outcome.to_dict()) for outcome in found]
+
+
+def _row(outcome: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: outcome[name] for name in ("recipe", "bits_per_weight", "perplexity", "divergence")}
+    return {**kept, "exam": {name: outcome["tasks"][MMLU][name] for name in ("n", "value", "difference")}}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure every rounder on the model in the box.")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="with commas between")
+    parser.add_argument("--limit", type=int, help="exam questions a subject at most")
+    parser.add_argument("--rows", type=int, default=128, help="rows of 512 tokens to calibrate on")
+    parser.add_argument("--out", type=Path, default=RESULTS / "rounders.json", help="JSON file to write")
+    options = parser.parse_args(arguments)
+    rows = measure(options.recipes.split(","), Material.read(limit=options.limit, compared=_COMPARED), options.rows)
+    write_result(options.out, {"limit": options.limit, "calibration_rows": options.rows, "rounders": rows})
+    print(rounders_table([{"rounders": rows}]))
+
+
+if __name__ == "__main__":
+    main()
