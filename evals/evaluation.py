@@ -229,9 +229,11 @@ class _Course:
 
     def data_for(self, what: Any) -> Calibration | None:
         """The calibration, where ``what`` is a recipe that may look at it."""
-        rules = () if what is None or self.calibration is None else Recipe.of(what).rules
-        looks = any(t is not None and (t.needs_data or t.rounder != "rtn") for t in (rule.target for rule in rules))
-        return self.calibration if looks else None
+        if what is None or self.calibration is None:
+            return None
+        recipe = Recipe.of(what)
+        rounders = {rule.target.rounder for rule in recipe.rules if rule.target is not None}
+        return self.calibration if recipe.needs_data or recipe.rewrites or rounders - {"rtn"} else None
 
     def measure(self, what: Any, files: bool, speed: bool, harness: Path | None) -> Outcome:
         """One outcome; figures that the cache holds are not measured again, and a model that needs none is not made."""

@@ -1,4 +1,5 @@
-"""The better ways to choose codes, in one line: ``quantize_(model, gptq("int3"), calibration=...)``."""
+"""The better ways to choose codes, and to rewrite the model before, in one line each:
+``quantize_(model, gptq("int3"), calibration=...)``."""
 
 from __future__ import annotations
 
@@ -41,3 +42,7 @@ def _rounded_by(rounder: str, what: Any, options: dict[str, Any]) -> Target | Re
     (first, *others) = found.rules
     alone = not others and first.catch_all and first.blocks is None and first.target is not None
     return first.target if alone and first.target is not None else found
+
+
+def _rewritten_by(rewrite: str, what: Any, options: dict[str, Any]) -> Recipe:
+    return Recipe.of(what).rewritten(rewrite, **options)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .calibration.data import Calibration
+from .calibration.data import Batch, Calibration
 from .checkpoint.skeleton import is_pretrained
 from .environment import usable_device
 from .layers import Layer
@@ -17,7 +17,9 @@ from .planning import NO_PATTERN, FilterFn, LayerPlan, Plan, resolve
 from .recipe import Recipe
 from .replacement import Progress, Replacement
 
-__all__ = ["planned", "quantize_", "replace_layers"]
+__all__ = ["planned", "quantize_", "replace_layers", "rewritten"]
+
+_GIVE = "give quantize_ calibration= (texts, token ids, batches, or the path of a text file)"
 
 
 def quantize_(
@@ -60,7 +62,11 @@ def quantize_(
     carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
     replacement = Replacement(model, carried.layers, layers, device, keep_on_device, progress)
     replacement.check()
-    notes: list[str] = []
+    batches = [] if calibration is None else Calibration.of(calibration).batches(model)
+    notes = rewritten(model, recipe, batches)
+    if notes:  # layers may be others now: ties undone, norms without a weight
+        carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
+        replacement = Replacement(model, carried.layers, layers, device, keep_on_device, progress)
     if calibration is None:
         _replace_all(replacement)
     else:
@@ -70,16 +76,26 @@ def quantize_(
 
         where = None if device is None else usable_device(device)
         residence = Residence(model) if where is None else OnDevice(model, where, keep_on_device)
-        batches = Calibration.of(calibration).batches(model)
         calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, States())
         calibrator.run()
-        notes = calibrator.notes
+        notes += calibrator.notes
     carried = dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(notes))
     if is_pretrained(model):
         from .pretrained.quantizer import attach
 
         attach(model, carried)
     return carried
+
+
+def rewritten(model: nn.Module, recipe: Recipe, batches: Sequence[Batch]) -> list[str]:
+    """Carry out those rewrites of ``recipe`` that change the whole float ``model``; what there is to say of each."""
+    notes: list[str] = []
+    for rewrite in recipe.rewrites:
+        if rewrite.method.kind == "model":
+            notes += [f"{rewrite}: {note}" for note in rewrite.method.run(model, batches, **dict(rewrite.options))] or [
+                str(rewrite)
+            ]
+    return notes
 
 
 def planned(
@@ -93,15 +109,15 @@ def planned(
     carried, layers = resolve(model, recipe, filter_fn, device)
     if not carried.changed:
         raise ValueError(f"nothing would change in {len(carried.kept)} layers ({_why_kept(carried)})")
+    rewrite = next((rewrite for rewrite in recipe.rewrites if rewrite.method.needs_data), None)
+    if rewrite is not None and not has_data:
+        raise ValueError(f"the rewrite {rewrite.name} looks at data, and there is none: {_GIVE}")
     needy = [] if has_data else [entry for entry in carried.changed if entry.target is not None and entry.target.needs_data]
     if needy:
         entry = needy[0]
         assert entry.target is not None
         more = f" and {len(needy) - 1} more layers" if needy[1:] else ""
-        raise ValueError(
-            f"{entry.target.needs_data} of {entry.name}{more} looks at data, and there is none: give quantize_ calibration= "
-            "(texts, token ids, batches, or the path of a text file)"
-        )
+        raise ValueError(f"{entry.target.needs_data} of {entry.name}{more} looks at data, and there is none: {_GIVE}")
     return carried, layers
 
 

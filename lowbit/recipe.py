@@ -1,4 +1,5 @@
-"""Recipes: which layers become what. Rules from name patterns to targets; the first that matches wins."""
+"""Recipes: which layers become what, and how the model is rewritten before. Rules from name patterns to targets; the first that
+matches wins."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ from typing import Any
 import yaml
 
 from . import api
+from .algorithms import ROUNDERS
+from .rewrite import Rewrite
+from .rewrites import REWRITES
 from .scheme import SCHEMES, Scheme, UnknownSchemeError
 from .target import FIELDS, Target
 
-__all__ = ["Recipe", "Rule", "block_counts", "block_of"]
+__all__ = ["Recipe", "Rule", "block_counts", "block_of", "parted"]
 
 
 def block_of(name: str) -> tuple[str, int] | None:
@@ -83,14 +87,19 @@ class Rule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An ordered list of rules; the first whose pattern matches a layer's name decides."""
+    """An ordered list of rules, of which the first whose pattern matches a layer's name decides, and how the float model is
+    rewritten before, if at all: rewrites of the whole model come first, and otherwise each on what the one before it gives."""
 
     rules: tuple[Rule, ...]
     name: str = ""
+    rewrites: tuple[Rewrite, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.rules:
             raise ValueError("a recipe needs at least one rule")
+        names = [rewrite.name for rewrite in self.rewrites]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"a recipe rewrites with each method once, and has {twice} {names.count(twice)} times")
 
     @staticmethod
     def of(what: Any) -> Recipe:
@@ -112,9 +121,9 @@ class Recipe:
     @staticmethod
     def parse(text: str) -> Recipe:
         """A recipe by name: a scheme (``int4_g64``), a factory (``int8_weight_only``), a file, or one in ``recipes/``; or any
-        of these in the hands of a rounder, ``gptq(int3)`` or ``gptq(int3, damping=0.05)``."""
+        of these in the hands of a rounder or behind a rewrite, ``gptq(int3, damping=0.05)`` or ``awq(gptq(int3))``."""
         if spelled := re.fullmatch(r"(\w+)\((.+)\)", text.strip()):
-            return _by_rounder(*spelled.groups())
+            return _by_method(*spelled.groups())
         if text in api.__all__:
             return Recipe((Rule("*", getattr(api, text)()),), text)
         try:
@@ -142,7 +151,23 @@ class Recipe:
             scales = rule.target.scales if rounder == "rtn" else "range"
             return replace(rule, target=rule.target.replace(rounder=rounder, options=tuple(options.items()), scales=scales))
 
-        return Recipe(tuple(map(changed, self.rules)), self.name)
+        return replace(self, rules=tuple(map(changed, self.rules)))
+
+    def rewritten(self, rewrite: str, **options: Any) -> Recipe:
+        """This recipe behind ``rewrite``, a key of ``lowbit.rewrites.REWRITES``, which comes before any that it has already.
+
+        Raises ``ValueError`` for a rewrite or an option that does not exist, and for one that the recipe has.
+        """
+        return replace(self, rewrites=(Rewrite(rewrite, tuple(options.items())), *self.rewrites))
+
+    @property
+    def needs_data(self) -> str:
+        """What of it cannot be found without calibration data; empty where nothing is."""
+        rewrite = next((rewrite for rewrite in self.rewrites if rewrite.method.needs_data), None)
+        if rewrite is not None:
+            return f"the rewrite {rewrite.name}"
+        targets = (rule.target for rule in self.rules)
+        return next((target.needs_data for target in targets if target is not None and target.needs_data), "")
 
     @staticmethod
     def from_file(path: str | Path) -> Recipe:
@@ -163,14 +188,20 @@ class Recipe:
             raise ValueError(f"recipe {name!r} is not YAML: {error}{quotes}".replace("\n", " ")) from None
         if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
             raise ValueError(f"recipe {name!r} needs a list 'rules' of entries with 'match' and 'weight'")
-        if unknown := sorted(map(str, data.keys() - {"name", "rules"})):
-            raise ValueError(f"recipe {name!r}: unknown field {', '.join(unknown)}; there are name and rules")
+        if unknown := sorted(map(str, data.keys() - {"name", "rewrites", "rules"})):
+            raise ValueError(f"recipe {name!r}: unknown field {', '.join(unknown)}; there are name, rewrites and rules")
+        if not isinstance(data.get("rewrites", []), list):
+            raise ValueError(f"recipe {name!r}: rewrites must be a list such as [awq], got {data['rewrites']!r:.80}")
         rules = tuple(_rule(entry, f"recipe {name!r}, rule {i}") for i, entry in enumerate(data["rules"], 1))
-        return Recipe(rules, str(data.get("name", name)))
+        try:
+            return Recipe(rules, str(data.get("name", name)), tuple(map(Rewrite.of, data.get("rewrites", []))))
+        except ValueError as error:
+            raise ValueError(f"recipe {name!r}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as :meth:`from_text` reads it."""
-        return {"name": self.name, "rules": [_rule_to_dict(rule) for rule in self.rules]}
+        rewrites = {"rewrites": [rewrite.to_plain() for rewrite in self.rewrites]} if self.rewrites else {}
+        return {"name": self.name, **rewrites, "rules": [_rule_to_dict(rule) for rule in self.rules]}
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
@@ -184,17 +215,32 @@ class Recipe:
         return next((rule for rule in self.rules if any(rule.matches(name, counts) for name in names)), None)
 
 
-def _by_rounder(rounder: str, inside: str) -> Recipe:
-    """``int3, damping=0.05`` in the hands of ``rounder``."""
-    text, *settings = (part.strip() for part in inside.split(","))
+def _by_method(method: str, inside: str) -> Recipe:
+    """``int3, damping=0.05`` in the hands of a rounder, or behind a rewrite."""
+    if method not in ROUNDERS and method not in REWRITES:
+        raise ValueError(f"no rounder or rewrite named {method!r}; there are {', '.join((*ROUNDERS, *REWRITES))}")
+    text, *settings = parted(inside)
     options = {}
     for setting in settings:
         name, equals, value = (part.strip() for part in setting.partition("="))
         if not equals:
-            raise ValueError(f"an option of {rounder} is spelled name=value, got {setting!r:.80}")
+            raise ValueError(f"an option of {method} is spelled name=value, got {setting!r:.80}")
         options[name] = yaml.safe_load(value)
-    found = Recipe.parse(text).rounded_by(rounder, **options)
-    return replace(found, name=f"{rounder}({inside})")
+    found = Recipe.parse(text)
+    found = found.rounded_by(method, **options) if method in ROUNDERS else found.rewritten(method, **options)
+    return replace(found, name=f"{method}({inside})")
+
+
+def parted(text: str) -> list[str]:
+    """``text`` at its commas, but for those inside of brackets: ``gptq(int3, damping=0.05), int4`` is two recipes."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
 
 
 def _target_or_none(value: Any) -> Target | None:
@@ -203,6 +249,11 @@ def _target_or_none(value: Any) -> Target | None:
     if isinstance(value, Recipe):
         if len(value.rules) != 1:
             raise ValueError(f"a pattern stands for one target, and recipe {value.name!r} has {len(value.rules)} rules")
+        if value.rewrites:
+            name = value.rewrites[0].name
+            raise ValueError(
+                f"{name} rewrites the whole model and no single layer: write {name}({{pattern: ...}}) around them all"
+            )
         return value.rules[0].target
     if isinstance(value, str) and "(" in value:
         return _target_or_none(Recipe.parse(value))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 from .algorithms import ROUNDERS
+from .options import Options, settled
 from .scales import METHODS
 from .scheme import PLAIN_SCALES, SCHEMES, Scheme
 
@@ -37,7 +37,7 @@ class Target:
     activation: Scheme | None = None
     rounder: str = "rtn"
     scales: str = "range"
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Options = ()
     activation_scale: str = "token"
 
     def __post_init__(self) -> None:
@@ -47,22 +47,12 @@ class Target:
             raise ValueError(f"scales must be one of {', '.join(METHODS)}, got {self.scales!r}")
         if self.rounder != "rtn" and self.scales != "range":
             raise ValueError(f"{self.rounder} chooses scales of its own: leave out scales: {self.scales}")
-        self._check_options()
+        rounder = ROUNDERS[self.rounder]
+        known = {name: default for name, default in rounder.options.items() if name != "scales"}
+        object.__setattr__(self, "options", settled(self.rounder, self.options, known, rounder.check))
         if self.activation is not None and self.activation.zero_point != "none":
             raise ValueError(f"an activation scheme has no zero point, got {self.activation}")
         self._check_activation_scale()
-
-    def _check_options(self) -> None:
-        options = {name: _number(value) for name, value in dict(self.options).items()}
-        known = {name: default for name, default in ROUNDERS[self.rounder].options.items() if name != "scales"}
-        if unknown := sorted(options.keys() - known.keys()):
-            there = f"there are {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"{self.rounder} has no option {', '.join(map(str, unknown))}; {there}")
-        for name, value in options.items():
-            if not isinstance(value, (bool, int, float, str)):
-                raise ValueError(f"option {name} of {self.rounder} must be a number, true, false or a word, got {value!r:.80}")
-        ROUNDERS[self.rounder].check(**options)
-        object.__setattr__(self, "options", tuple(sorted(options.items())))
 
     def _check_activation_scale(self) -> None:
         if self.activation_scale not in ACTIVATION_SCALES:
@@ -130,12 +120,6 @@ class Target:
         how += [] if self.scales == "range" else [f"scales={self.scales}"]
         how += [f"{name}={value}" for name, value in self.options]
         return f"{self.weight}{activation}{', ' if how else ''}{' '.join(how)}"
-
-
-def _number(value: Any) -> Any:
-    """``1e-5`` is a word to YAML, which wants a point in it."""
-    spelled = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
-    return float(value) if spelled else value
 
 
 def _scheme(what: Any) -> Scheme:

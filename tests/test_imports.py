@@ -32,6 +32,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lowbit.statistics": (),
     "lowbit.algorithms": ("lowbit.algorithms.*",),
     "lowbit.algorithms.*": ("lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.statistics", "lowbit.algorithms.*"),
+    "lowbit.options": (),
     # Files know schemas and bytes, and nothing of the tensor.
     "lowbit.checkpoint.tensor_file": (),
     "lowbit.checkpoint.header": (*LEAVES, "lowbit.checkpoint.tensor_file"),
@@ -41,7 +42,9 @@ RULES: dict[str, tuple[str, ...]] = {
             "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.pickling",
             "lowbit.weight", "lowbit.linear", "lowbit.embedding", "lowbit.layers", "lowbit.calibration",
             "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
+            "lowbit.mixing", "lowbit.mixing.*",
             "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api", "lowbit.methods",
+            "lowbit.rewrite", "lowbit.rewrites", "lowbit.rewrites.*",
             "lowbit.__main__", "lowbit.command", "lowbit.command.*", "lowbit.environment",
             "lowbit.pretrained", "lowbit.pretrained.*",
             "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.skeleton",

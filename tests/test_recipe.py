@@ -206,7 +206,7 @@ def test_an_optional_rule_may_match_nothing():
         ("rules: [{match: '*', weight: int4, blocks: []}]", "blocks must be numbers"),
         ("rules: [{match: '*', weight: int4, blocks: [0, true]}]", "blocks must be numbers"),
         ("rules: [{match: '*', weight: int4, optional: 1}]", "optional must be true or false"),
-        ("rules: [{match: '*', weight: int4}]\nrule: 3", "unknown field rule; there are name and rules"),
+        ("rules: [{match: '*', weight: int4}]\nrule: 3", "unknown field rule; there are name, rewrites and rules"),
         ("rules: [{match: *down_proj, weight: int4}]", "begins with \\* stands in quotes"),
         ("[" * 100_000, "not YAML"),
         ("a: [", "not YAML"),
@@ -299,7 +299,7 @@ def test_what_is_no_option_is_refused_with_those_there_are(careful):
         Recipe.parse("careful(int3, 0.05)")
     with pytest.raises(ValueError, match="chooses scales of its own"):
         Target(SCHEMES["int3"], rounder="careful", scales="mse")
-    with pytest.raises(ValueError, match="no rounder named 'careless'"):
+    with pytest.raises(ValueError, match="no rounder or rewrite named 'careless'"):
         Recipe.parse("careless(int3)")
     with pytest.raises(ValueError, match="activation_scale must be token or static, got 'row'"):
         Target(SCHEMES["int8"], activation_scale="row")

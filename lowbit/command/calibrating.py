@@ -25,8 +25,7 @@ LengthOption = Annotated[int | None, typer.Option(min=1, help="Tokens in a row; 
 
 def check_calibration(recipes: Sequence[Recipe], calibration: Path | None) -> None:
     """Refuse before anything is loaded what would fail behind it."""
-    targets = (rule.target for recipe in recipes for rule in recipe.rules)
-    needs = next((target.needs_data for target in targets if target is not None and target.needs_data), "")
+    needs = next((recipe.needs_data for recipe in recipes if recipe.needs_data), "")
     if calibration is None and needs:
         raise typer.BadParameter(f"{needs} looks at data: give a text with --calibration FILE")
     if calibration is not None and not calibration.is_file():

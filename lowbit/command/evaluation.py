@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from .model_source import DeviceOption, is_quantized, load_model, load_tokenizer
 from .reporting import check_folder, write_folder
 
 _PERPLEXITY = "perplexity"
-_OUTSIDE_BRACKETS = re.compile(r",(?![^(]*\))")  # commas that part recipes, and not options as in gptq(int3, damping=0.02)
 
 
 def evaluate(
@@ -58,7 +56,9 @@ def evaluate(
     json: JsonOption = False,
 ) -> None:
     """Measure a model and its quantized versions on the same questions and text, and say whether differences are chance."""
-    wanted = [parse_recipe(name.strip()) for name in _OUTSIDE_BRACKETS.split(recipes) if name.strip()]
+    from lowbit.recipe import parted
+
+    wanted = [parse_recipe(name) for name in parted(recipes) if name]
     check_calibration(wanted, calibration)
     asked = [name.strip() for name in tasks.split(",") if name.strip()]
     if not asked:

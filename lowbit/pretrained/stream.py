@@ -30,6 +30,9 @@ class Stream:
     def __init__(self, model: Any, recipe: Any, device_map: Any) -> None:
         if recipe is None:
             raise ValueError("quantization_config says nothing of how to quantize: give lowbit.Config with a recipe")
+        if recipe.rewrites:
+            name = recipe.rewrites[0].name
+            raise ValueError(f"{name} rewrites a model that is loaded, and this one only arrives: load it, then call quantize_")
         tie_outline(model)  # a plan has to see the ties
         self._model = model
         self.plan, layers = planned(model, recipe, None, _device(device_map))

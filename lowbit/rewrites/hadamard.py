@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..inserted import Hadamard, kronecker
+
 __all__ = ["Rotation", "hadamard"]
 
 _SYLVESTER = 64  # the order of a factor that one product takes: of n numbers and factors a b c, n (a + b + c) multiplications
@@ -145,28 +147,18 @@ class Rotation:
 
     def apply(self, x: Tensor) -> Tensor:
         """``x`` [..., n] times Q, in the dtype of ``x`` (float32 or float64)."""
-        return multiplied(x * self.signs.to(x), [factor.to(x) for factor in self.factors], self.scale)
+        return kronecker(x * self.signs.to(x), [factor.to(x) for factor in self.factors], self.scale)
 
     def invert(self, x: Tensor) -> Tensor:
         """``x`` [..., n] times Q^T: :meth:`apply` undone."""
-        return multiplied(x, [factor.to(x).T for factor in self.factors], self.scale) * self.signs.to(x)
+        return kronecker(x, [factor.to(x).T for factor in self.factors], self.scale) * self.signs.to(x)
+
+    def module(self) -> Hadamard:
+        """The module that multiplies by this matrix, which then has to have no signs."""
+        return Hadamard([factor.float() for factor in self.factors], self.scale)
 
     def __str__(self) -> str:
         return " x ".join(str(len(factor)) for factor in self.factors) or "1"
-
-
-def multiplied(x: Tensor, factors: list[Tensor], scale: float) -> Tensor:
-    """``x`` [..., n] times the Kronecker product of ``factors``, over ``scale``: one small product for each factor."""
-    shape, after = x.shape, x.shape[-1]
-    x = x.reshape(-1, 1, after)
-    for factor in factors:
-        order = len(factor)
-        after //= order
-        x = x.reshape(len(x), -1, order, after)
-        # The last axis needs no transposition, and the others are products from the left.
-        x = x.squeeze(-1) @ factor if after == 1 else factor.T @ x
-        x = x.reshape(len(x), -1, after)
-    return x.reshape(shape) / scale
 
 
 def _haar(n: int, draw: torch.Generator) -> Tensor:

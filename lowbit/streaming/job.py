@@ -78,6 +78,9 @@ def quantize_folder(
     folder, recipe = Path(source), Recipe.of(what)
     if Path(output).exists() and folder.exists() and Path(output).samefile(folder):
         raise ValueError(f"output {output} is the model itself: give another folder")
+    whole = next((rewrite.name for rewrite in recipe.rewrites if rewrite.method.kind == "model"), None)
+    if whole is not None:
+        raise ValueError(f"{whole} rewrites the whole model, which is never in memory here: load it, then call quantize_")
     where = None if device is None else usable_device(device)
     model: Any = built(folder, real_buffers=True)
     model.name_or_path = str(folder)  # where its tokenizer is

@@ -1,0 +1,38 @@
+"""Options by name, as recipes hold them: of rounders and of rewrites."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["Options", "keyword_options", "settled"]
+
+Options = tuple[tuple[str, Any], ...]
+
+
+def keyword_options(function: Callable[..., Any]) -> dict[str, Any]:
+    """The options that ``function`` takes by name alone, with their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def settled(who: str, options: Options, known: Mapping[str, Any], check: Callable[..., None]) -> Options:
+    """``options`` of the method ``who`` as sorted pairs. Raises ``ValueError`` for one that is not ``known``, and for values
+    that no file could hold or that ``check(**options)`` refuses."""
+    found = {name: _number(value) for name, value in dict(options).items()}
+    if unknown := sorted(found.keys() - known.keys()):
+        there = f"there are {', '.join(known)}" if known else "it takes none"
+        raise ValueError(f"{who} has no option {', '.join(map(str, unknown))}; {there}")
+    for name, value in found.items():
+        if not isinstance(value, (bool, int, float, str)):
+            raise ValueError(f"option {name} of {who} must be a number, true, false or a word, got {value!r:.80}")
+    check(**found)
+    return tuple(sorted(found.items()))
+
+
+def _number(value: Any) -> Any:
+    """``1e-5`` is a word to YAML, which wants a point in it."""
+    spelled = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if spelled else value
