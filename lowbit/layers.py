@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from .inserted import PreparedLinear
 from .tensor import QTensor
 from .weight import QuantizedModule
 
@@ -119,6 +120,8 @@ def _obstacle(module: nn.Module, kind: str, name: str) -> str | None:
     if name == "":
         return "it is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
     base = {"linear": nn.Linear, "embedding": nn.Embedding, "conv1d": _conv1d()}[kind]
+    if isinstance(module, PreparedLinear):
+        base = PreparedLinear
     assert base is not None
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight without calling it"

@@ -22,8 +22,11 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     """``x @ weight.T + bias`` with a quantized weight [out_features, in_features].
 
     ``activation``: round ``x`` to this scheme first, with a scale a token, or with the fixed ``input_scale`` (a float32
-    scalar) where calibration found one.
+    scalar) where calibration found one. ``transform``: a module that ``x`` goes through before anything else, which a rewrite
+    put there.
     """
+
+    transform: nn.Module | None
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         bias: nn.Parameter | None = None,
         activation: Scheme | None = None,
         input_scale: Tensor | None = None,
+        transform: nn.Module | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.activation = activation
@@ -38,6 +42,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         self.out_features, self.in_features = weight.shape
         self.register_parameter("bias", bias)
         self.register_buffer("input_scale", input_scale)
+        self.register_module("transform", transform)
 
     @property
     def _operator(self) -> str:
@@ -45,6 +50,8 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., in_features] to [..., out_features], in the dtype of ``x``, or of torch.autocast."""
+        if (transform := self._modules.get("transform")) is not None:
+            x = transform(x)
         if not is_compiling() and (y := self._without_dispatcher(x)) is not None:
             return y
         if x.dim() == 0 or x.shape[-1] != self._k:  # the operator knows K from x alone

@@ -189,5 +189,5 @@ def _module(layer: Layer, weight: QTensor, target: Target, input_scale: Tensor |
         # The very parameter: another layer may read it, and an optimizer may hold it.
         bias = layer.module._parameters.get("bias")
         scale = None if input_scale is None else input_scale.to(weight.device)
-        module = QLinear(weight, bias, target.activation, scale)
+        module = QLinear(weight, bias, target.activation, scale, layer.module._modules.get("transform"))
     return module.train(layer.module.training)

@@ -30,6 +30,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lowbit.grid": ("lowbit.scheme", "lowbit.formats"),
     "lowbit.scales": ("lowbit.scheme", "lowbit.grid", "lowbit.formats"),
     "lowbit.statistics": (),
+    "lowbit.inserted": (),
     "lowbit.algorithms": ("lowbit.algorithms.*",),
     "lowbit.algorithms.*": ("lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.statistics", "lowbit.algorithms.*"),
     "lowbit.options": (),
@@ -61,7 +62,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 # Which packages from elsewhere a module may import, where that is a rule too.
 OTHERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*LEAVES, "lowbit.statistics", "lowbit.algorithms*"), ("torch",)),
+    **dict.fromkeys((*LEAVES, "lowbit.statistics", "lowbit.inserted", "lowbit.algorithms*"), ("torch",)),
     "lowbit_kernels.triton*": ("torch", "triton"),
     "lowbit_kernels*": ("torch",),
 }

@@ -54,7 +54,8 @@ class Collector:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else kwargs.get("input", kwargs.get("x"))
             if isinstance(x, Tensor):
-                self._add(name, x)
+                transform = module._modules.get("transform")
+                self._add(name, x if transform is None else transform(x))
 
         return hook
 

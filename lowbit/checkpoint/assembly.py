@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..embedding import QEmbedding
+from ..inserted import INSERTED
 from ..layers import layer_kind
 from ..linear import QLinear
 from ..packing import unpack
@@ -49,6 +50,9 @@ class Assembly:
         self._packings: dict[str, tuple[int, int] | None] = {}
         self._as_parameters: dict[str, nn.Parameter] = {}
         self._shared = frozenset(self._header.aliases.values())
+        self._inserted: dict[str, nn.Module] = {}
+        for path, settings in self._header.inserted.items():
+            self._outline(path, settings)
         self._visit("", model)
         self._check_names()
         self._check_shared()
@@ -56,11 +60,25 @@ class Assembly:
 
     # ---- comparing -------------------------------------------------------------------------------------------
 
+    def _outline(self, path: str, settings: dict[str, Any]) -> None:
+        """Make the module ``path`` that the file has and the model's class does not; it is put into the model at the end."""
+        parent, _, leaf = path.rpartition(".")
+        kind, given = settings.get("kind"), {name: value for name, value in settings.items() if name != "kind"}
+        if kind not in INSERTED:
+            self._refuse(path, f"must be one of {', '.join(INSERTED)}, got {kind!r:.40}")
+        try:
+            home = self._inserted.get(parent) or self._model.get_submodule(parent)
+            self._inserted[path] = INSERTED[kind].outline(given, home._modules.get(leaf)).train(home.training)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self._refuse(path, f"is a {kind} with {given!r:.120} in the file, which cannot stand in the model ({error!s:.120})")
+
     def _visit(self, prefix: str, module: nn.Module) -> None:
         entry = self._header.quantized.get(prefix)
         if entry is not None and entry.kind != "parameter":
             self._check_module(prefix, module, entry)
             self._swaps.append((prefix, module))
+            if (transform := self._transform(prefix, module)) is not None:
+                self._visit(joined(prefix, "transform"), transform)
             return
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -69,8 +87,16 @@ class Assembly:
             if buffer is not None:
                 self._visit_buffer(_Slot(joined(prefix, name), module, name, buffer, True))
         for name, child in module._modules.items():
-            if child is not None:
-                self._visit(joined(prefix, name), child)
+            path = joined(prefix, name)
+            if child is not None and path not in self._inserted:
+                self._visit(path, child)
+        for path, child in self._inserted.items():
+            if path.rpartition(".")[0] == prefix:
+                self._visit(path, child)
+
+    def _transform(self, path: str, module: nn.Module) -> nn.Module | None:
+        """What is done to the input of the layer ``path``."""
+        return self._inserted.get(joined(path, "transform")) or module._modules.get("transform")
 
     def _visit_parameter(self, path: str, module: nn.Module, name: str, parameter: Tensor) -> None:
         entry = self._header.quantized.get(path)
@@ -211,6 +237,9 @@ class Assembly:
     def carry_out(self) -> nn.Module:
         """Put everything in its place. Returns the model, or what replaces it where the model itself was one layer."""
         root = self._model
+        for path, module in self._inserted.items():
+            parent, _, name = path.rpartition(".")
+            self._model.get_submodule(parent)._modules[name] = module
         replaced: dict[tuple[int, str], nn.Module] = {}
         for path, module in self._swaps:
             key = (id(module), self._stored(joined(path, "packed")))
@@ -266,7 +295,7 @@ class Assembly:
             return QEmbedding(weight, getattr(module, "padding_idx", None))
         bias = self._parameter(joined(path, "bias"), _wants_grad(module)) if entry.bias else None
         input_scale = self._tensor(joined(path, "input_scale")) if entry.input_scale else None
-        return QLinear(weight, bias, entry.activation, input_scale)
+        return QLinear(weight, bias, entry.activation, input_scale, self._transform(path, module))
 
 
 def _wants_grad(module: nn.Module) -> bool:

@@ -106,12 +106,14 @@ class Header:
         aliases: names that stand for a tensor stored under another name (tied weights).
         nonpersistent: names of stored buffers that a ``state_dict`` leaves out (rotary frequencies).
         model: what the model was; informative.
+        inserted: the settings of each module that the model's class knows nothing of, with its ``kind``, by its name.
     """
 
     quantized: dict[str, Entry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     nonpersistent: list[str] = field(default_factory=list)
     model: dict[str, str] = field(default_factory=dict)
+    inserted: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, str]:
         """The metadata of a safetensors file; ``format`` is what other libraries ask for."""
@@ -123,6 +125,7 @@ class Header:
             "quantized": {name: entry.to_json() for name, entry in self.quantized.items()},
             "aliases": self.aliases,
             "nonpersistent": self.nonpersistent,
+            **({"inserted": self.inserted} if self.inserted else {}),
         }
         return {"format": "pt", _KEY: json.dumps(content, separators=(",", ":"), allow_nan=False)}
 
@@ -148,7 +151,10 @@ class Header:
         if not isinstance(names, list) or not all(isinstance(n, str) for n in (*names, *content["aliases"].values())):
             raise CheckpointError(f"{path}: nonpersistent and aliases of the lowbit header must hold names")
         model = {name: str(value) for name, value in content["model"].items()}
-        return Header(quantized, content["aliases"], names, model)
+        inserted = content.get("inserted", {})
+        if not isinstance(inserted, dict) or not all(isinstance(settings, dict) for settings in inserted.values()):
+            raise CheckpointError(f"{path}: inserted of the lowbit header must hold the settings of modules")
+        return Header(quantized, content["aliases"], names, model, inserted)
 
 
 def _numbers(values: tuple[float, ...]) -> list[float | str]:

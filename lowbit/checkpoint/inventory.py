@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..embedding import QEmbedding
+from ..inserted import Inserted
 from ..linear import QLinear
 from ..packing import pack
 from ..scheme import PLAIN_SCALES
@@ -70,6 +71,8 @@ class Inventory:
 
     def _module_items(self, prefix: str, module: nn.Module) -> Iterator[_Item]:
         taken: tuple[str, ...] = ()
+        if isinstance(module, Inserted):
+            self.header.inserted[prefix] = {"kind": module.kind, **module.settings}
         if isinstance(module, (QLinear, QEmbedding)):
             entry = _module_entry(module)
             self.header.quantized[prefix] = entry

@@ -163,4 +163,4 @@ class Rotation:
 
 def _haar(n: int, draw: torch.Generator) -> Tensor:
     q, r = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=draw))
-    return q * r.diagonal().sign()
+    return (q * r.diagonal().sign()).contiguous()
