@@ -12,7 +12,7 @@ from .formats import format_named
 from .grid import Scales, grouped, scale_values, to_codes, to_values
 from .scheme import PLAIN_SCALES, Scheme
 
-__all__ = ["choose", "least_cost", "nearest_scale", "round_scale", "squared"]
+__all__ = ["choose", "least_cost", "nearest_scale", "outer_of", "round_scale", "squared"]
 
 METHODS = ("range", "mse")
 _SHRINKS = torch.linspace(1.0, 0.4, 25).tolist()
@@ -32,7 +32,7 @@ def choose(w: Tensor, scheme: Scheme, method: str = "range", outer: Tensor | Non
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if method == "mse":
         return least_cost(w, scheme, squared, outer)
-    outer = _outer_of(w, scheme) if outer is None else outer
+    outer = outer_of(w, scheme) if outer is None else outer
     return _from_range(grouped(w, scheme.group(w.shape[-1])), scheme, outer, (1.0, 1.0))
 
 
@@ -50,7 +50,7 @@ def least_cost(
     [..., N, G]. The whole range comes first, and wins where nothing is cheaper. ``ends``: with a zero point, the two ends of
     the range move apart from each other. ``outer`` and errors as for :func:`choose`.
     """
-    outer = _outer_of(w, scheme) if outer is None else outer
+    outer = outer_of(w, scheme) if outer is None else outer
     group = scheme.group(w.shape[-1])
     x = grouped(w, group)
     best: Scales | None = None
@@ -76,7 +76,8 @@ def _candidates(scheme: Scheme, ends: bool) -> list[tuple[float, float]]:
     return [(shrink, shrink) for shrink in _SHRINKS]
 
 
-def _outer_of(w: Tensor, scheme: Scheme) -> Tensor | None:
+def outer_of(w: Tensor, scheme: Scheme) -> Tensor | None:
+    """The tensor-wide scale [...] of ``w`` [..., N, K]; None where the scheme has none."""
     if not scheme.outer:
         return None
     return outer_scale(w.abs().flatten(-2).amax(-1) if w.numel() else w.new_zeros(w.shape[:-2]), scheme)

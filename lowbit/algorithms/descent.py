@@ -32,8 +32,9 @@ def descend(weight: Tensor, scheme: Scheme, gram: Tensor, codes: Tensor, scales:
     scales = Scales(scale, zero, scales.outer)
     group = scheme.group(weight.shape[1])
     for _ in range(passes):
-        values = to_values(codes.T, scheme, scales, weight.dtype)
-        slope = gram @ (values - weight).T  # [K, N]: half the derivative of the loss by each value
+        error = to_values(codes.T, scheme, scales, weight.dtype).sub_(weight)
+        slope = gram @ error.T  # [K, N]: half the derivative of the loss by each value
+        del error
         for g, start in enumerate(range(0, len(codes), group)):
             stop = min(start + group, len(codes))
             of_group = Scales(scale[:, g : g + 1], None if zero is None else zero[:, g : g + 1], scales.outer)

@@ -18,6 +18,7 @@ from ..statistics import Statistics
 from .descent import descend
 from .hessian import damped, inverse_factor, notes_on
 from .rounder import Rounded
+from .rows import by_rows
 from .rtn import rtn
 
 __all__ = ["check", "gptq"]
@@ -54,10 +55,13 @@ def gptq(
     check(damping=damping, act_order=act_order, ranges=ranges, passes=passes)
     if not weight.numel():
         return rtn(weight, scheme)
-    gram, order, upper, used = _prepared(statistics, weight, damping, act_order)
+    order, upper, used = _factored(statistics, weight, damping, act_order)
     scales = _ranges(weight, scheme, ranges, order, upper)
     codes = _swept(weight, scheme, scales, order, upper)
-    codes, scales = descend(weight, scheme, gram, codes, scales, passes)
+    del upper
+    if passes:
+        gram = damped(statistics.gram.to(weight.device, weight.dtype), used)
+        codes, scales = descend(weight, scheme, gram, codes, scales, passes)
     return Rounded(codes, scales, notes_on(statistics, damping, used))
 
 
@@ -73,16 +77,15 @@ def check(*, damping: float = 0.01, act_order: bool = True, ranges: str = "outpu
         raise ValueError(f"passes must be a whole number and at least 0, got {passes!r}")
 
 
-def _prepared(statistics: Statistics, weight: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Tensor, Tensor, float]:
-    """The damped Gram matrix, the order of the columns, the factor in that order, and the damping that it took."""
-    gram = statistics.gram.to(weight.device, torch.float64)
+def _factored(statistics: Statistics, weight: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Tensor, float]:
+    """The order of the columns, the factor in that order, and the damping that it took."""
+    gram = statistics.gram.to(weight.device)
     if gram.shape[0] != weight.shape[1]:
         raise ValueError(f"statistics are of {gram.shape[0]} channels and the weight has {weight.shape[1]}: not the same layer's")
     order = torch.arange(len(gram), device=gram.device)
     if act_order:
         order = gram.diagonal().argsort(descending=True, stable=True)
-    upper, used = inverse_factor(gram[order][:, order], damping)
-    return damped(gram, used).to(weight.dtype), order, upper, used
+    return order, *inverse_factor(gram, damping, order, weight.dtype)
 
 
 def _ranges(weight: Tensor, scheme: Scheme, ranges: str, order: Tensor, upper: Tensor) -> Scales:
@@ -92,15 +95,20 @@ def _ranges(weight: Tensor, scheme: Scheme, ranges: str, order: Tensor, upper: T
     # the later ones have told what they can of it.
     left = torch.empty_like(upper.diagonal())
     left[order] = 1 / upper.diagonal().square()
-    importance = grouped(left.to(weight.dtype), scheme.group(weight.shape[1]))
-    return least_cost(weight, scheme, lambda error: (error.square() * importance).sum(-1), ends=True)
+    importance = grouped(left, scheme.group(weight.shape[1]))
+
+    def found(rows: Tensor, outer: Tensor | None) -> Scales:
+        return least_cost(rows, scheme, lambda error: (error.square() * importance).sum(-1), outer, ends=True)
+
+    return by_rows(weight, scheme, found)
 
 
 def _swept(weight: Tensor, scheme: Scheme, scales: Scales, order: Tensor, upper: Tensor) -> Tensor:
-    """Codes [N, K], column by column in ``order``; ``upper`` is the factor of the inverse in the same order."""
+    """Codes [N, K], column by column in ``order``; ``upper`` is the factor of the inverse in the same order, which is used up."""
     k, fmt = weight.shape[1], scheme.fmt
     w = weight.T[order].contiguous()  # a column is a contiguous row here
-    owed = (upper / upper.diagonal()[:, None]).triu(1).to(w.dtype)  # by each column's error to those behind it
+    owed = upper.div_(upper.diagonal().clone()[:, None])  # by each column's error to those behind it
+    owed.diagonal().zero_()
     scale = scale_values(scheme, scales, w.dtype).T
     zero = None if scales.zero_point is None else scales.zero_point.T.to(w.dtype)
     codes = torch.empty_like(w, dtype=torch.uint8)

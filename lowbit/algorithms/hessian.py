@@ -9,37 +9,74 @@ from ..statistics import Statistics
 
 __all__ = ["damped", "inverse_factor", "notes_on"]
 
+_ROWS = 256  # of a matrix that are copied, and of a triangle that are inverted, at a time
+
 
 def damped(gram: Tensor, damping: float) -> Tensor:
     """``gram`` [K, K] over the mean of its diagonal, with ``damping`` added to that; the identity where it is all zeros."""
-    mean = gram.diagonal().mean()
+    mean = gram.diagonal().mean(dtype=torch.float64)
     if not bool(mean > 0):
         return torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    out = gram / mean
+    out = gram / mean.to(gram.dtype)
     out.diagonal().add_(damping)
     return out
 
 
-def inverse_factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
-    """The upper triangular U with U^T U = (damped gram)^-1, for ``gram`` [K, K] float64, and the damping that it took.
+def inverse_factor(
+    gram: Tensor, damping: float, order: Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, float]:
+    """The upper triangular U with U^T U = (damped gram)^-1 as ``dtype``, and the damping that it took.
 
-    Where the matrix is not positive definite for the precision at hand, ten times the damping is tried, at least 1e-6.
-    One Cholesky factor with the axes turned round and one triangular inverse: the inverse itself is never made, which
-    would square the condition number. Raises ``ValueError`` where no damping helps: such a matrix is no mean of x x^T.
+    ``gram`` [K, K] in float32 or float64; ``order`` [K]: which of its channels is first, second and so on in U. Where the
+    matrix is not positive definite in float64, ten times the damping is tried, at least 1e-6. One Cholesky factor with the
+    axes turned round and one triangular inverse, both in the place of one matrix: the inverse of the whole is never made,
+    which would square the condition number. Raises ``ValueError`` where no damping helps: such a matrix is no mean of x x^T.
     """
-    if not bool(torch.isfinite(gram.sum())):
+    if not bool(torch.isfinite(gram.sum(dtype=torch.float64))):
         raise ValueError("the Gram matrix holds NaN or infinity: collect the statistics again")
-    asked, turned = damping, gram.flip(0, 1)
+    asked = damping
+    turned = (torch.arange(len(gram), device=gram.device) if order is None else order).flip(0)
     while damping <= 1e3:
-        lower, failed = torch.linalg.cholesky_ex(damped(turned, damping))
+        # Symmetric, so that this is the same matrix in the strides that LAPACK wants.
+        lower = _damped(gram, turned, damping).mT
+        failed = torch.empty((), dtype=torch.int32, device=gram.device)
+        torch.linalg.cholesky_ex(lower, out=(lower, failed))
         diagonal = lower.diagonal()
         # Pivots this small are what rounding left of zeros.
         if not int(failed) and bool(diagonal.min() > 1e-7 * diagonal.max()):
-            del turned
-            one = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-            return torch.linalg.solve_triangular(lower, one, upper=False).flip(0, 1), damping
+            _invert(lower)
+            upper = torch.empty(gram.shape, dtype=dtype, device=gram.device)
+            for start in range(0, len(upper), _ROWS):
+                part = upper[start : start + _ROWS]
+                part.copy_(lower[len(upper) - start - len(part) : len(upper) - start].flip(0, 1))
+            return upper, damping
         damping = max(10 * damping, 1e-6)
     raise ValueError(f"the Gram matrix is not positive definite, with any damping from {asked:g} to 1000: collect it again")
+
+
+def _damped(gram: Tensor, order: Tensor, damping: float) -> Tensor:
+    """:func:`damped` of ``gram`` in ``order``, in float64 and without a second matrix of its size."""
+    mean = gram.diagonal().mean(dtype=torch.float64)
+    if not bool(mean > 0):
+        return torch.eye(len(gram), dtype=torch.float64, device=gram.device)
+    out = torch.empty(gram.shape, dtype=torch.float64, device=gram.device)
+    for rows, part in zip(order.split(_ROWS), out.split(_ROWS), strict=True):
+        part.copy_(gram[rows][:, order])
+    out.div_(mean).diagonal().add_(damping)
+    return out
+
+
+def _invert(lower: Tensor) -> None:
+    """A lower triangular matrix, in place: halves first, then what stands between them."""
+    if len(lower) <= _ROWS:
+        one = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+        lower.copy_(torch.linalg.solve_triangular(lower, one, upper=False))
+        return
+    half = len(lower) // 2
+    first, between, last = lower[:half, :half], lower[half:, :half], lower[half:, half:]
+    _invert(first)
+    _invert(last)
+    between.copy_(last @ (between @ first)).neg_()
 
 
 def notes_on(statistics: Statistics, asked: float, used: float) -> tuple[str, ...]:

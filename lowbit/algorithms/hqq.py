@@ -16,6 +16,7 @@ from ..scales import least_cost, nearest_scale, squared
 from ..scheme import Scheme
 from ..statistics import Statistics
 from .rounder import Rounded
+from .rows import by_rows
 
 __all__ = ["check", "hqq"]
 
@@ -44,9 +45,14 @@ def hqq(
     own format cannot hold.
     """
     check(p=p, beta=beta, steps=steps)
-    scales = best = least_cost(weight, scheme, squared, ends=True)
+    scales = by_rows(weight, scheme, lambda rows, outer: _searched(rows, scheme, outer, p, beta, steps))
+    return Rounded(to_codes(weight, scheme, scales), scales)
+
+
+def _searched(weight: Tensor, scheme: Scheme, outer: Tensor | None, p: float, beta: float, steps: int) -> Scales:
+    scales = best = least_cost(weight, scheme, squared, outer, ends=True)
     if not weight.numel():
-        return Rounded(to_codes(weight, scheme, best), best)
+        return best
     k = weight.shape[1]
     x = grouped(weight, scheme.group(k))
     inside = grouped(torch.ones(k, dtype=weight.dtype, device=weight.device), scheme.group(k))
@@ -66,7 +72,7 @@ def hqq(
         outliers = _shrunk(error / torch.where(s == 0, torch.inf, s), p, beta * _GROWTH**step) * s
         numbers = scheme.fmt.decode(codes, weight.dtype)
         scales = _fitted(numbers, x - outliers, inside, scheme, scales)
-    return Rounded(to_codes(weight, scheme, best), best)
+    return best
 
 
 def check(*, p: float = 0.7, beta: float = 1.0, steps: int = 10) -> None:
