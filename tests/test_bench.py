@@ -8,10 +8,12 @@ import json
 import pytest
 import torch
 
-from lowbit import Scheme
+from lowbit import Scheme, quantize_
 from lowbit.command import run
-from lowbit.evals import bars, crossover, figures, gemv, peers, reader, tables, walks
+from lowbit.evals import bars, crossover, figures, gemv, generate, peers, reader, tables, walks
+from lowbit.evals.shapes import SHAPES, random_model
 from lowbit.evals.walks import Times
+from lowbit.recipe import Recipe
 from lowbit_kernels import crossovers
 
 
@@ -282,3 +284,44 @@ def test_host_time_stands_beside_a_float_layer(capsys, monkeypatch, tmp_path):
     assert "operator us" in capsys.readouterr().out
     assert run(["bench", "host", "--batches", "few"]) != 0
     assert "as in 1,8" in capsys.readouterr().err
+
+
+def test_a_model_of_random_weights_writes(capsys, tmp_path):
+    out = tmp_path / "speed.json"
+    arguments = ["bench", "generate", "tiny", "--recipes", "int4,gptq(int4)", "--prompt", "8", "--context", "4", "--steps", "2"]
+    assert run([*arguments, "--repeats", "1", "--out", str(out)]) == 0
+    told = capsys.readouterr()
+    assert "tokens/s" in told.out
+    assert "recipe=gptq(int4)" in told.err  # what looks at data is named, and the others go on
+    found = json.loads(out.read_text())
+    by = {row["recipe"]: row for row in found["rows"]}
+    assert set(by) == {"float", "int4"}
+    assert by["float"]["times_float"] == 1
+    assert all(row["tokens_per_second"] > 0 and row["prefill_ms"] > 0 for row in by.values())
+    shapes = SHAPES["tiny"]
+    assert by["float"]["weight_bytes"] > 2 * shapes["vocab_size"] * shapes["hidden_size"] > by["int4"]["weight_bytes"] / 2
+
+
+def test_the_weights_that_a_token_reads():
+    model = random_model("tiny", torch.device("cpu"), torch.bfloat16)
+    table = model.get_input_embeddings().weight
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert generate.weight_bytes(model) == whole - table.nbytes
+    model.lm_head.weight = table  # tied: the head reads it
+    assert generate.weight_bytes(model) == whole - table.nbytes
+    quantize_(model, generate.with_head(Recipe.parse("int4"), model, "int8"))
+    assert str(model.lm_head.scheme) == str(Recipe.parse("int8").rules[0].target.weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "--recipes", "int44"], "did you mean"),
+        (["tiny", "--device", "cuda"], "no CUDA"),
+        (["./no-such"], "no folder ./no-such"),
+    ],
+)
+def test_generation_of_nothing_is_one_clear_error(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run(["bench", "generate", *arguments]) != 0
+    assert message in " ".join(capsys.readouterr().err.split())

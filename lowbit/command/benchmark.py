@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
-from .model_source import parse_recipe
+from .model_source import load_model, parse_recipe, quiet_transformers
 
 bench = typer.Typer(help="Measure speed and memory against the machine's own limits.", no_args_is_help=True)
 
@@ -97,6 +97,49 @@ def _counts(text: str, mark: str = ",") -> list[int]:
 def _shape(text: str) -> tuple[int, int]:
     n, k = _counts(text, "x")
     return n, k
+
+
+@bench.command("generate")
+def generate(
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, or shapes with random weights: llama-3-8b, llama-3.2-1b.")],
+    recipes: Annotated[str, typer.Option(help="Recipes with commas between.")] = "int4,int8",
+    head: Annotated[str, typer.Option(help="The scheme of the head; 'recipe' leaves it to the recipe.")] = "int8",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens that are read at once.")] = 2048,
+    context: Annotated[int, typer.Option(min=1, help="Tokens behind which others are written.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens that are written.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each is done; figures are medians.")] = 3,
+    compiled: Annotated[bool, typer.Option(help="On a GPU, compile the blocks, of the float model too.")] = True,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures there as JSON.", dir_okay=False)] = None,
+    report: ReportOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Tokens per second of a whole model, at batch 1: each recipe beside the float model and the memory's bandwidth."""
+    import torch
+
+    from lowbit.evals import generate as measuring
+    from lowbit.evals.results import origin, write_result
+    from lowbit.recipe import parted
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device: use --device cpu")
+    names = [name for name in parted(recipes) if name]
+    for name in [*names, *([] if head == "recipe" else [head])]:
+        parse_recipe(name)
+    quiet_transformers()
+    with bar() as progress:
+        done = iter(range(len(names) + 1))
+        measured = measuring.measure(
+            model, names, device, prompt=prompt, context=context, steps=steps, repeats=repeats, compiled=compiled,
+            head=None if head == "recipe" else head, load=lambda source, where: load_model(source, str(where)),
+            progress=lambda what: progress(what, next(done), len(names) + 1),
+            keep=None if out is None else lambda found: write_result(out, found),
+        )  # fmt: skip
+    result = {**origin(), **measured}
+    write_report(result, report)
+    for failure in result["failures"]:
+        note(" ".join(f"{key}={value}" for key, value in failure.items()))
+    print_json(result) if json else print_table(measuring.table(result))
 
 
 @bench.command("host")
