@@ -113,10 +113,14 @@ class Scheme:
         """Bytes of the packed codes of a row of ``k`` values."""
         return packed_size(self.bits, k)
 
-    def bits_per_weight(self, k: int) -> float:
-        """Stored bits a weight in rows of ``k`` values: packed codes, scales and packed zero points."""
+    def row_bits(self, k: int) -> int:
+        """Stored bits of a row of ``k`` values: packed codes, scales and packed zero points."""
         zero_bits = {"none": 0, "int": self.bits, "float": self.scale_bits}[self.zero_point]
-        return (8 * self.row_bytes(k) + self.groups(k) * (self.scale_bits + zero_bits)) / max(k, 1)
+        return 8 * self.row_bytes(k) + self.groups(k) * (self.scale_bits + zero_bits)
+
+    def bits_per_weight(self, k: int) -> float:
+        """:meth:`row_bits` a weight."""
+        return self.row_bits(k) / max(k, 1)
 
     def replace(self, **changes: object) -> Scheme:
         """A scheme with some fields changed: ``SCHEMES["int4"].replace(group_size=64)``."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from .blocks import Survey, call, children, survey
 from .capture import Arguments, Constants, captured
 from .collection import Collector, PartedError
 from .data import Batch
+from .modes import evaluating
 from .nesting import leaves
 from .ranks import Ranks
 from .residence import Residence, streamed
@@ -62,7 +62,7 @@ class Calibrator:
         candidates = [path for name in self._stacks for path in children(self._model, name)]
         for path in candidates:
             self._restore(path)
-        with _evaluating(self._model):
+        with evaluating(self._model):
             with streamed(self._model, self._residence, candidates):
                 found = survey(self._model, self._stacks, self._batches[0], self._residence.device)
             self.notes += found.notes
@@ -203,15 +203,3 @@ def _carried(output: object, wanted: list[int]) -> dict[int, object]:
     """The leaves of a block's output that the next one reads."""
     given = list(leaves(output))
     return {i: given[i].detach().cpu() if isinstance(given[i], Tensor) else given[i] for i in wanted}
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """``model`` without dropout and the like; afterwards each module is in its own mode again."""
-    modes = [(name, module.training) for name, module in model.named_modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for name, training in modes:
-            model.get_submodule(name).training = training

@@ -1,5 +1,5 @@
-"""The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``eval``, ``report``, ``bench``,
-``env``, ``formats``.
+"""The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``sensitivity``, ``allocate``,
+``eval``, ``report``, ``bench``, ``env``, ``formats``.
 
 Results go to stdout (with ``--json`` nothing but JSON), everything else to stderr. Exit codes: 0 for success, 1 for work
 that failed or whose output nobody read to the end, 2 for a command line that makes no sense, 130 for an interrupt.
@@ -22,6 +22,7 @@ from .demonstration import demo
 from .evaluation import evaluate
 from .inspection import inspect
 from .listings import env, formats
+from .mixing import allocate, sensitivity
 from .planning import plan
 from .quantizing import quantize
 from .reporting import report
@@ -36,6 +37,8 @@ for name, function in (
     ("plan", plan),
     ("quantize", quantize),
     ("inspect", inspect),
+    ("sensitivity", sensitivity),
+    ("allocate", allocate),
     ("eval", evaluate),
     ("report", report),
     ("env", env),

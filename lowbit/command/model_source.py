@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,16 @@ import typer
 if TYPE_CHECKING:
     from lowbit.recipe import Recipe
 
-__all__ = ["DeviceOption", "is_quantized", "load_model", "load_tokenizer", "outline", "parse_recipe", "quiet_transformers"]
+__all__ = [
+    "DeviceOption",
+    "is_quantized",
+    "load_model",
+    "load_tokenizer",
+    "outline",
+    "parse_recipe",
+    "quiet_transformers",
+    "split",
+]
 
 
 def _usable(device: str | None) -> str | None:
@@ -28,6 +38,11 @@ def _usable(device: str | None) -> str | None:
 
 
 DeviceOption = Annotated[str | None, typer.Option(help="Where to work: cpu, cuda, cuda:1.", callback=_usable)]
+
+
+def split(text: str) -> list[str]:
+    """The names in ``text`` with commas between; those within brackets part options, as in ``int3,gptq(int3, damping=0.02)``."""
+    return [name.strip() for name in re.split(r",(?![^(]*\))", text) if name.strip()]
 
 
 def parse_recipe(text: str) -> Recipe:

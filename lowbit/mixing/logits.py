@@ -1,0 +1,67 @@
+"""How far the predictions of a model that was changed in one place are from its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..calibration.blocks import call
+from ..calibration.data import Batch
+
+__all__ = ["divergences", "logits_of"]
+
+_LOGITS = 1 << 22  # that are looked at at a time: 16 MiB for each of the two models
+Change = Callable[[], AbstractContextManager[None]]
+
+
+@torch.no_grad()
+def divergences(
+    model: nn.Module, batches: Sequence[Batch], changes: Sequence[Change], progress: Callable[[int, int], None] | None = None
+) -> tuple[list[float], int]:
+    """The mean KL(model || changed model) over predicted tokens, for each of ``changes``; and how many tokens those were.
+
+    A change is made where the context manager that it gives is entered, and unmade behind it. The logits of one batch are
+    kept at a time. Logarithms are float32, sums over tokens float64. Padding does not count. Raises ``ValueError`` for a model
+    without logits, and for one whose own logits are not finite.
+    """
+    totals, tokens = [0.0] * len(changes), 0
+    for number, batch in enumerate(batches):
+        own = _rows(logits_of(call(model, batch)), batch)
+        if not bool(torch.isfinite(own).all()):
+            raise ValueError(f"batch {number}: the model's own logits are not finite: look at the model on this text")
+        for i, change in enumerate(changes):
+            with change():
+                totals[i] += _divergence(own, _rows(logits_of(call(model, batch)), batch))
+            if progress is not None:
+                progress(number * len(changes) + i + 1, len(batches) * len(changes))
+        tokens += len(own)
+    return [max(total / max(tokens, 1), 0.0) if total == total else total for total in totals], tokens
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits [..., vocabulary] in what a model gave: its field of this name, or itself. Raises ``ValueError``."""
+    found = getattr(output, "logits", output)
+    if not isinstance(found, Tensor) or found.dim() < 2 or not found.is_floating_point():
+        raise ValueError(f"KL needs a model that gives logits, got {type(output).__name__}: leave it out with compared=0")
+    return found
+
+
+def _rows(logits: Tensor, batch: Batch) -> Tensor:
+    """[tokens, vocabulary], without padding."""
+    mask = batch.mask
+    if mask is not None and logits.shape[:-1] == mask.shape:
+        return logits[mask.to(logits.device).bool()]
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def _divergence(own: Tensor, other: Tensor) -> float:
+    """The sum over rows of KL(own || other) of their softmax; NaN where ``other`` is not finite."""
+    total = 0.0
+    for x, y in zip(own.split(rows := max(1, _LOGITS // own.shape[-1])), other.split(rows), strict=True):
+        p, q = x.float().log_softmax(-1), y.float().log_softmax(-1)
+        total += float((p.exp() * (p - q)).sum(-1, dtype=torch.float64).sum())
+    return total

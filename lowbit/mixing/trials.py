@@ -1,0 +1,179 @@
+"""Every layer tried under every scheme, one at a time: the measurement behind mixed precision."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calibration.calibrator import Calibrator
+from ..calibration.data import Batch, Calibration
+from ..calibration.modes import evaluating
+from ..calibration.ranks import Ranks
+from ..calibration.residence import Residence
+from ..calibration.states import States
+from ..layers import Layer, replace_module, tied_groups
+from ..planning import FilterFn, LayerPlan
+from ..quantize import planned
+from ..recipe import Recipe
+from ..replacement import Replacement
+from ..statistics import Statistics
+from ..target import Target
+from .logits import divergences
+from .sensitivities import Cost, LayerCosts, Sensitivity, named_targets
+
+__all__ = ["sensitivity"]
+
+Progress = Callable[[str, int, int], None]
+
+
+def sensitivity(
+    model: nn.Module,
+    data: Any,
+    schemes: Any = ("int3", "int4"),
+    *,
+    compared: int = 8,
+    layers: Sequence[str] = ("*",),
+    filter_fn: FilterFn | None = None,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """What each layer of the float ``model`` loses under each of ``schemes``, with all other layers left as they are.
+
+    The model runs once, block by block, for the statistics of each layer's inputs: the scheme's rounder looks at them, and the
+    error of the outputs follows from them. Then each layer is quantized alone under each scheme, the model runs on a part of
+    the data, and the layer is put back: as many runs as there are layers times schemes.
+
+    Args:
+        data: as ``calibration`` of :func:`lowbit.quantize_`.
+        schemes: names (``"int3"``, ``"gptq(int3, damping=0.02)"``), schemes and targets; or a mapping from names to them.
+        compared: batches of the data, taken evenly from all of them, on which predictions are compared; 0 leaves the KL out, for
+            models without logits and for want of time.
+        layers: patterns of the layers to try; with ``"*"`` embeddings and the head are left alone, as in recipes.
+        filter_fn: as for :func:`lowbit.quantize_`.
+        progress: called with (what is being done, done, in all).
+
+    The model ends as it was. Beside it all the layers are kept in memory under all the schemes, packed, and the logits of
+    one batch. Raises ``ValueError`` for schemes that name none or several rules, data and patterns that will not do, and
+    in a ``torch.distributed`` group.
+    """
+    if type(compared) is not int or compared < 0:
+        raise ValueError(f"compared must be a number of batches, 0 or more, got {compared!r}")
+    if Ranks().count > 1:
+        raise ValueError("sensitivity works in one process: call it outside of a torch.distributed group")
+    targets = named_targets(schemes)
+    plans = {}
+    for name, target in targets.items():
+        recipe = Recipe.of(dict.fromkeys(layers, target))
+        plans[name], found = planned(model, recipe, filter_fn, None, has_data=True)
+    trials = _Trials(model, {name: plan.layers for name, plan in plans.items()}, found, progress)
+    batches = Calibration.of(data).batches(model)
+    walk = copy.copy(found)
+    calibrator = Calibrator(model, next(iter(plans.values())).layers, walk, batches, trials, Residence(model), States())  # type: ignore[arg-type]
+    calibrator.run()
+    tokens = 0
+    if compared:
+        chosen = torch.linspace(0, len(batches) - 1, min(compared, len(batches)), dtype=torch.float64).round().long().tolist()
+        with evaluating(model), torch.inference_mode(False):
+            tokens = trials.compare([batches[i] for i in chosen])
+    return Sensitivity(targets, trials.costs(), tokens, tuple(calibrator.notes))
+
+
+class _Trials:
+    """Stands where a Calibrator has a Replacement: it rounds each layer under every scheme, and leaves it in its place."""
+
+    def __init__(
+        self, model: nn.Module, plans: Mapping[str, Sequence[LayerPlan]], layers: Sequence[Layer], progress: Progress | None
+    ) -> None:
+        self.entries = list(next(iter(plans.values())))
+        self._model, self._plans, self._layers, self._progress = model, plans, list(layers), progress
+        self._groups = {i: group for group in tied_groups(self._layers) for i in group}
+        self._places = [i for i, entry in enumerate(self.entries) if entry.target is not None]
+        self._tried: dict[int, dict[str, _Trial]] = {}  # by the first layer of those that share a weight
+        for name in plans:
+            Replacement(model, plans[name], self._layers).check()
+
+    def _group(self, i: int) -> list[int]:
+        return self._groups.get(i, [i])
+
+    def carry_out(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
+        """Try the layer at place ``i``, if anything is to become of it."""
+        group = self._group(i)
+        if self.entries[i].target is None or group[0] in self._tried:
+            return
+        if self._progress is not None:
+            self._progress(f"rounding {self.entries[i].name}", len(self._tried), len(self._places))
+        self._tried[group[0]] = {name: self._try(name, i, statistics, calibrated) for name in self._plans}
+
+    def _try(self, name: str, i: int, statistics: Statistics | None, calibrated: bool) -> _Trial:
+        order = [i, *(j for j in self._group(i) if j != i)]  # the one with data decides
+        layers = [self._layers[j] for j in order]
+        replacement = Replacement(self._model, [self._plans[name][j] for j in order], list(layers))
+        try:
+            replacement.carry_out(0, statistics, calibrated)
+            for place in range(1, len(order)):
+                replacement.carry_out(place)
+            modules = [self._model.get_submodule(layer.name) for layer in layers]
+        finally:
+            for layer in layers:
+                replace_module(self._model, layer.names, layer.module)
+        return _Trial(layers, modules, replacement.entries[0].loss)
+
+    def compare(self, batches: Sequence[Batch]) -> int:
+        """Find the divergence of each trial; gives the tokens that were compared."""
+        trials = [(i, name, trial) for i, tried in self._tried.items() for name, trial in tried.items()]
+
+        def told(done: int, total: int) -> None:
+            if self._progress is not None:
+                i, name, _ = trials[(done - 1) % len(trials)]
+                self._progress(f"{self.entries[i].name} as {name}", done, total)
+
+        changes = [lambda trial=trial: trial.within(self._model) for _, _, trial in trials]
+        found, tokens = divergences(self._model, batches, changes, told)
+        for (_, _, trial), kl in zip(trials, found, strict=True):
+            trial.kl = kl
+        return tokens
+
+    def costs(self) -> tuple[LayerCosts, ...]:
+        """Of every layer, in the order of the model."""
+        found = []
+        for i in sorted(self._tried):
+            n, k = self.entries[i].shape
+            names = tuple(name for j in self._group(i) for name in self.entries[j].names)
+            costs = {name: Cost(_bits(self._target(name, i), n, k), t.error, t.kl) for name, t in self._tried[i].items()}
+            found.append(LayerCosts(names, (n, k), costs))
+        return tuple(found)
+
+    def _target(self, name: str, i: int) -> Target:
+        target = self._plans[name][i].target
+        assert target is not None
+        return target
+
+
+class _Trial:
+    """``modules`` in the places of ``layers``, and what they cost."""
+
+    def __init__(self, layers: Sequence[Layer], modules: Sequence[nn.Module], error: float | None) -> None:
+        self._layers, self._modules = layers, modules
+        self.error, self.kl = error, None
+
+    kl: float | None
+
+    @contextlib.contextmanager
+    def within(self, model: nn.Module) -> Iterator[None]:
+        """Within the block the model is quantized here."""
+        try:
+            for layer, module in zip(self._layers, self._modules, strict=True):
+                replace_module(model, layer.names, module)
+            yield
+        finally:
+            for layer in self._layers:
+                replace_module(model, layer.names, layer.module)
+
+
+def _bits(target: Target, n: int, k: int) -> int:
+    """Stored bits of a weight [n, k]."""
+    return n * target.weight.row_bits(k) + (32 if target.weight.outer else 0)
