@@ -153,6 +153,11 @@ class Rotation:
         """``x`` [..., n] times Q^T: :meth:`apply` undone."""
         return kronecker(x, [factor.to(x).T for factor in self.factors], self.scale) * self.signs.to(x)
 
+    @property
+    def is_hadamard(self) -> bool:
+        """Whether it is of signs alone, and no factor is a random orthogonal matrix."""
+        return all(bool((factor.abs() == 1).all()) for factor in self.factors)
+
     def module(self) -> Hadamard:
         """The module that multiplies by this matrix, which then has to have no signs."""
         return Hadamard([factor.float() for factor in self.factors], self.scale)
