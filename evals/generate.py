@@ -18,7 +18,7 @@ import torch._dynamo
 from rich.table import Table
 from torch import nn
 
-from lowbit import QEmbedding, QLinear, quantize_
+from lowbit import QEmbedding, QLinear, fuse_, quantize_
 from lowbit.recipe import Recipe, Rule, block_counts
 from lowbit.target import Target
 
@@ -42,6 +42,7 @@ def measure(
     steps: int = 32,
     head: str | None = "int8",
     compiled: bool = True,
+    fused: bool = True,
     repeats: int = 3,
     load: Callable[[str, torch.device], nn.Module] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -56,6 +57,7 @@ def measure(
         steps: tokens that are written, ``repeats`` times.
         head: the scheme of the head, or None to leave it to the recipe.
         compiled: on a GPU, the blocks of the stack go through ``torch.compile`` before decoding, whether quantized or not.
+        fused: quantized layers that read one tensor are fused (:func:`lowbit.fuse_`).
         keep: called with the figures so far after each recipe.
     """
     where = torch.device(device)
@@ -63,7 +65,8 @@ def measure(
     out: dict[str, Any] = {
         "model": model, "device": device_name(where), "prompt": prompt, "context": context, "steps": steps,
         "head": head or "as the recipe says",
-        "compiled": compiled and where.type == "cuda", "bytes_per_second": _READ / min(limit.us, limit.plain_us) * 1e6,
+        "compiled": compiled and where.type == "cuda", "fused": fused,
+        "bytes_per_second": _READ / min(limit.us, limit.plain_us) * 1e6,
         "rows": [], "failures": [],
     }  # fmt: skip
     for name in ("float", *recipes):
@@ -75,6 +78,8 @@ def measure(
             quantizing = time.perf_counter()
             if name != "float":
                 quantize_(made, with_head(Recipe.parse(name), made, head))
+                if fused:
+                    fuse_(made, torch.zeros(1, 1, dtype=torch.long, device=where), use_cache=False)
             quantizing = time.perf_counter() - quantizing
             row = {"recipe": name, "quantize_seconds": quantizing}
             row |= _figures(made, where, (prompt, context, steps), out["compiled"], repeats, out["bytes_per_second"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,12 @@ from .scheme import Scheme
 from .tensor import QTensor
 from .weight import QuantizedModule
 
+if TYPE_CHECKING:
+    from .fusion import Fused
+
 __all__ = ["QLinear"]
+
+_OF_FUSED = frozenset({"weight", "packed", "scale", "zero_point", "outer", "bias", "activation", "input_scale", "transform"})
 
 
 class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
@@ -23,10 +28,13 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
 
     ``activation``: round ``x`` to this scheme first, with a scale a token, or with the fixed ``input_scale`` (a float32
     scalar) where calibration found one. ``transform``: a module that ``x`` goes through before anything else, which a rewrite
-    put there.
+    put there. ``fused``: the layers that read the same tensor and are multiplied with this one, after :func:`lowbit.fuse_`.
     """
 
     transform: nn.Module | None
+    input_scale: Tensor | None
+    fused: Fused | None = None
+    _place = 0
 
     def __init__(
         self,
@@ -50,6 +58,8 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., in_features] to [..., out_features], in the dtype of ``x``, or of torch.autocast."""
+        if (fused := self.fused) is not None:
+            return fused.part(self._place, x)
         if (transform := self._modules.get("transform")) is not None:
             x = transform(x)
         if not is_compiling() and (y := self._without_dispatcher(x)) is not None:
@@ -91,6 +101,19 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         else:
             y = run(x, packed, scale, zero_point, outer, bias, self.scheme, self.activation, self.input_scale)
         return own(y) if y._is_view() else y
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.fused is not None and name in _OF_FUSED:
+            self.fused.take_apart()
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.fused is not None:
+            self.fused.take_apart()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "fused"}
 
     def extra_repr(self) -> str:
         activation = "" if self.activation is None else f", activation={self.activation}"
