@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["INSERTED", "Hadamard", "Inserted", "PreparedLinear", "RMSNorm", "kronecker"]
+__all__ = ["INSERTED", "Hadamard", "Inserted", "Multiply", "PreparedLinear", "RMSNorm", "kronecker"]
 
 
 class Inserted(nn.Module):
@@ -68,6 +68,35 @@ class Hadamard(Inserted):
 
     def extra_repr(self) -> str:
         return " x ".join(map(str, self.orders))
+
+
+class Multiply(Inserted):
+    """``x`` [..., n] times a number for each channel."""
+
+    kind = "multiply"
+
+    def __init__(self, factor: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("factor", factor.to(torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., n] to the same shape and dtype, rounded once."""
+        return (x * self.get_buffer("factor")).to(x.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves with the model and keeps its dtype: weights are rounded to what these very numbers leave to them."""
+        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"channels": self.get_buffer("factor").numel()}
+
+    @classmethod
+    def outline(cls, settings: dict[str, Any], old: nn.Module | None) -> Multiply:
+        return cls(torch.empty(int(settings["channels"])))
+
+    def extra_repr(self) -> str:
+        return f"{self.get_buffer('factor').numel()} channels"
 
 
 class RMSNorm(Inserted):
@@ -129,7 +158,7 @@ class PreparedLinear(Inserted, nn.Linear):
         return cls(like if same else nn.Parameter(torch.empty(n, k, dtype=like.dtype, device=like.device)), bias)
 
 
-INSERTED: dict[str, type[Inserted]] = {found.kind: found for found in (Hadamard, RMSNorm, PreparedLinear)}
+INSERTED: dict[str, type[Inserted]] = {found.kind: found for found in (Hadamard, Multiply, RMSNorm, PreparedLinear)}
 """Every such module by the name that files give it."""
 
 

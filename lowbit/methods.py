@@ -8,7 +8,7 @@ from typing import Any
 from .recipe import Recipe
 from .target import Target
 
-__all__ = ["clip", "gptq", "hqq"]
+__all__ = ["awq", "clip", "gptq", "hqq", "rotation", "smoothquant"]
 
 
 def gptq(what: Any, **options: Any) -> Any:
@@ -35,6 +35,35 @@ def clip(what: Any, **options: Any) -> Any:
     """``what`` rounded to nearest within ranges that are searched for the least squared error, that of the outputs where
     there is calibration data; arguments as those of :func:`gptq`."""
     return _rounded_by("clip", what, options)
+
+
+def rotation(what: Any, **options: Any) -> Recipe:
+    """``what`` behind a rotation of the residual stream (QuaRot: Ashkboos et al. 2024): an orthogonal matrix is folded into the
+    weights that spreads every channel over all of them; arguments as those of :func:`awq`. It needs no data.
+
+    ``online=True`` also turns what down projections read, as the model runs; ``seed`` draws the signs of the matrix.
+    """
+    return _rewritten_by("rotation", what, options)
+
+
+def awq(what: Any, **options: Any) -> Recipe:
+    """``what`` behind AWQ (Lin et al. 2023): what layers read is divided, and their weights are multiplied, by a power of the
+    inputs' size that is searched on calibration data, so that the weights that matter most lose least.
+
+    Args:
+        what: anything that :func:`lowbit.quantize_` takes, with a rounder or without: ``awq(gptq("int3"))``.
+        options: of the rewrite, as ``lowbit.rewrites.REWRITES["awq"].options`` lists them.
+
+    Raises ``ValueError`` for an option that it does not have.
+    """
+    return _rewritten_by("awq", what, options)
+
+
+def smoothquant(what: Any, **options: Any) -> Recipe:
+    """``what`` behind SmoothQuant (Xiao et al. 2022): what layers read is divided, and their weights are multiplied, so that
+    few large channels do not cost the others their precision when inputs are rounded; ``alpha`` says how much the weights take,
+    and ``alpha="auto"`` searches it for each input. Arguments as those of :func:`awq`."""
+    return _rewritten_by("smoothquant", what, options)
 
 
 def _rounded_by(rounder: str, what: Any, options: dict[str, Any]) -> Target | Recipe:

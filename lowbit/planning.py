@@ -18,6 +18,7 @@ from .environment import usable_device
 from .layers import Layer, find_layers, tied_groups
 from .linear import QLinear
 from .recipe import Recipe, Rule, block_counts
+from .rewrites.record import Rescaled
 from .target import Target
 from .tensor import QTensor
 
@@ -37,7 +38,8 @@ class LayerPlan:
     is the arrangement of the bytes that they read.
 
     What is known when it was carried out, and no part of the plan: ``loss``, the squared error of the layer's outputs over
-    their square on calibration data (tr(E G E^T) / tr(W G W^T), G the mean of x x^T), and ``notes``.
+    their square on calibration data (tr(E G E^T) / tr(W G W^T), G the mean of x x^T), ``notes``, and what ``rewrites`` did to
+    the layer's input.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LayerPlan:
     layout: str = "canonical"
     loss: float | None = field(default=None, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
+    rewrites: tuple[Rescaled, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -111,13 +114,15 @@ class Plan:
             kernels = " ".join(f"M={m}:{kernel}" for m, kernel in layer.kernels.items())
             tied = f" ({layer.reason})" if layer.reason else ""
             tied += "" if layer.loss is None else f", loss {layer.loss:.2e}"
-            tied += "".join(f"; {note}" for note in layer.notes)
+            tied += "".join(f"; {note}" for note in (*map(str, layer.rewrites), *layer.notes))
             if layer.layout != "canonical":
                 kernels += f" from {layer.layout}"
             lines.append(
                 f"{layer.name:{width}}  {shape:>12}  {layer.target}, {layer.bits_per_weight:.2f} bits, "
                 f"{layer.bytes_before:,} -> {layer.bytes_after:,} bytes, {kernels}{tied}"
             )
+        if self.recipe.rewrites:
+            lines.append(f"rewritten before: {', '.join(map(str, self.recipe.rewrites))}")
         lines += self.notes
         ratio = self.bytes_before / max(self.bytes_after, 1)
         lines.append(

@@ -15,9 +15,10 @@ from .environment import usable_device
 from .layers import Layer
 from .planning import NO_PATTERN, FilterFn, LayerPlan, Plan, resolve
 from .recipe import Recipe
-from .replacement import Progress, Replacement
+from .replacement import Kept, Progress, Replacement
+from .rewrite import Rewrite
 
-__all__ = ["planned", "quantize_", "replace_layers", "rewritten"]
+__all__ = ["blockwise", "planned", "quantize_", "replace_layers", "rewrite_", "rewritten"]
 
 _GIVE = "give quantize_ calibration= (texts, token ids, batches, or the path of a text file)"
 
@@ -59,14 +60,53 @@ def quantize_(
     model gives NaN or infinity: layers that were quantized before it came to that stay quantized.
     """
     recipe = Recipe.of(what)
+    carried = _carried_out(model, recipe, Replacement, calibration, filter_fn, device, keep_on_device, progress)
+    if is_pretrained(model):
+        from .pretrained.quantizer import attach
+
+        attach(model, carried)
+    return carried
+
+
+def rewrite_(
+    model: nn.Module,
+    what: Any,
+    *,
+    calibration: Any = None,
+    filter_fn: FilterFn | None = None,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Carry out the rewrites of a recipe alone: ``model`` stays a float model that gives the same, and is easier to quantize.
+
+    Arguments and errors as those of :func:`quantize_`; what the layers would become says how they are rewritten. Returns the plan
+    that was carried out, in which ``layer.rewrites`` say what was done to each. Raises ``ValueError`` for a recipe without
+    rewrites.
+    """
+    recipe = Recipe.of(what)
+    if not recipe.rewrites:
+        raise ValueError(f"the recipe {recipe.name!r} has no rewrites: give one, such as lowbit.awq('int4')")
+    return _carried_out(model, recipe, Kept, calibration, filter_fn, device, False, progress)
+
+
+def _carried_out(
+    model: nn.Module,
+    recipe: Recipe,
+    kind: type[Replacement],
+    calibration: Any,
+    filter_fn: FilterFn | None,
+    device: str | torch.device | None,
+    keep_on_device: bool,
+    progress: Progress | None,
+) -> Plan:
     carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
-    replacement = Replacement(model, carried.layers, layers, device, keep_on_device, progress)
+    replacement = kind(model, carried.layers, layers, device, keep_on_device, progress)
     replacement.check()
     batches = [] if calibration is None else Calibration.of(calibration).batches(model)
     notes = rewritten(model, recipe, batches)
     if notes:  # layers may be others now: ties undone, norms without a weight
         carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
-        replacement = Replacement(model, carried.layers, layers, device, keep_on_device, progress)
+        replacement = kind(model, carried.layers, layers, device, keep_on_device, progress)
     if calibration is None:
         _replace_all(replacement)
     else:
@@ -76,15 +116,10 @@ def quantize_(
 
         where = None if device is None else usable_device(device)
         residence = Residence(model) if where is None else OnDevice(model, where, keep_on_device)
-        calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, States())
+        calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, States(), blockwise(recipe))
         calibrator.run()
         notes += calibrator.notes
-    carried = dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(notes))
-    if is_pretrained(model):
-        from .pretrained.quantizer import attach
-
-        attach(model, carried)
-    return carried
+    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(notes))
 
 
 def rewritten(model: nn.Module, recipe: Recipe, batches: Sequence[Batch]) -> list[str]:
@@ -96,6 +131,11 @@ def rewritten(model: nn.Module, recipe: Recipe, batches: Sequence[Batch]) -> lis
                 str(rewrite)
             ]
     return notes
+
+
+def blockwise(recipe: Recipe) -> tuple[Rewrite, ...]:
+    """Those rewrites of ``recipe`` that are carried out block by block, on statistics."""
+    return tuple(rewrite for rewrite in recipe.rewrites if rewrite.method.kind == "block")
 
 
 def planned(

@@ -15,12 +15,13 @@ from .embedding import QEmbedding
 from .layers import Layer, replace_module
 from .linear import QLinear
 from .planning import LayerPlan
+from .rewrites.record import Rescaled
 from .statistics import Statistics
 from .target import Target
 from .tensor import QTensor, check_weight
 from .weight import QuantizedModule
 
-__all__ = ["Done", "Progress", "Replacement", "RoundedWeight", "rounded"]
+__all__ = ["Done", "Kept", "Progress", "Replacement", "RoundedWeight", "rounded"]
 
 Progress = Callable[[LayerPlan, int, int], None]
 UNREACHED = "no calibration data reached it: rounded without"
@@ -42,6 +43,7 @@ class Done(NamedTuple):
 
     loss: float | None
     notes: tuple[str, ...]
+    rewrites: tuple[Rescaled, ...] = ()
 
 
 class Replacement:
@@ -120,7 +122,17 @@ class Replacement:
         if key in self._shared:
             self._done[key] = replacement.weight  # so that the next layer shares these very parameters
         replace_module(self._model, layer.names, replacement)
-        self._told(i, Done(found.loss, found.notes))
+        known = self.entries[i]
+        self._told(i, Done(found.loss, (*known.notes, *found.notes), known.rewrites))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether layers are replaced by rounded ones."""
+        return True
+
+    def note(self, i: int, rewrites: tuple[Rescaled, ...], notes: tuple[str, ...]) -> None:
+        """What was done to the layer at place ``i`` before it is rounded."""
+        self.entries[i] = dataclasses.replace(self.entries[i], rewrites=rewrites, notes=notes)
 
     def take_over(self, i: int, done: Done) -> None:
         """The layer at place ``i`` has been replaced already."""
@@ -129,7 +141,7 @@ class Replacement:
 
     def _told(self, i: int, done: Done) -> None:
         self._count += 1
-        self.entries[i] = dataclasses.replace(self.entries[i], loss=done.loss, notes=done.notes)
+        self.entries[i] = dataclasses.replace(self.entries[i], loss=done.loss, notes=done.notes, rewrites=done.rewrites)
         if self._progress is not None:
             self._progress(self.entries[i], self._count, self._total)
 
@@ -140,7 +152,7 @@ class Replacement:
         if self._device is not None:
             weight = weight.to(self._device)
         try:
-            found = rounded(weight, target, statistics)
+            found = rounded(weight, target, statistics, getattr(torch, entry.dtype))
         except ValueError as error:
             raise ValueError(f"{entry.name}: {error} ({self._count} of {self._total} layers are quantized)") from error
         if statistics is not None:
@@ -152,6 +164,19 @@ class Replacement:
         return found
 
 
+class Kept(Replacement):
+    """Leaves every layer the float layer that it is: for a model that is only rewritten."""
+
+    @property
+    def rounds(self) -> bool:
+        return False
+
+    def carry_out(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
+        entry = self.entries[i]
+        if entry.target is not None:
+            self._told(i, Done(None, entry.notes, entry.rewrites))
+
+
 def moved(weight: QTensor, device: torch.device | str) -> QTensor:
     """``weight`` on ``device``."""
     found = weight.to(device)
@@ -159,19 +184,24 @@ def moved(weight: QTensor, device: torch.device | str) -> QTensor:
     return found
 
 
-def rounded(weight: Tensor, target: Target, statistics: Statistics | None = None) -> RoundedWeight:
-    """``weight`` [N, K] as ``target`` wants it; a rounder that needs ``statistics`` and has none gives way to rtn, and the
-    notes of the plan say that no data came."""
-    if target.rounder == "rtn":  # the operator does this in chunks of rows, in a fused kernel where there is one
-        return RoundedWeight(QTensor.quantize(weight, target.weight, method=target.scales))
+def rounded(
+    weight: Tensor, target: Target, statistics: Statistics | None = None, dtype: torch.dtype | None = None
+) -> RoundedWeight:
+    """``weight`` [N, K] as ``target`` wants it, for products in ``dtype`` (its own by default, which a rewrite may have made a
+    wider one); a rounder that needs ``statistics`` and has none gives way to rtn, and the notes of the plan say that no data
+    came."""
+    dtype = dtype or weight.dtype
     rounder = ROUNDERS[target.rounder]
-    if rounder.needs_statistics and statistics is None:
-        return RoundedWeight(QTensor.quantize(weight, target.weight, method="mse"))
+    blind = rounder.needs_statistics and statistics is None
+    if target.rounder == "rtn" or blind:  # the operator does this in chunks of rows, in a fused kernel where there is one
+        found = QTensor.quantize(weight, target.weight, method="mse" if blind else target.scales)
+        parts = (found.packed, found.scale, found.zero_point, found.outer)
+        return RoundedWeight(QTensor(*parts, found.scheme, tuple(found.shape), dtype, found.byte_layout))
     compute = weight if weight.dtype == torch.float64 else weight.float()
     if statistics is not None:
         statistics = statistics.to(weight.device)
     codes, scales, notes = rounder.round(compute, target.weight, statistics, **dict(target.options))
-    return RoundedWeight(QTensor.from_codes(codes, scales, target.weight, weight.dtype), notes=notes)
+    return RoundedWeight(QTensor.from_codes(codes, scales, target.weight, dtype), notes=notes)
 
 
 def static_scale(statistics: Statistics, target: Target) -> Tensor:

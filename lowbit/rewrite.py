@@ -27,7 +27,12 @@ class Rewrite:
     def __post_init__(self) -> None:
         if self.name not in REWRITES:
             raise ValueError(f"no rewrite named {self.name!r}; there are {', '.join(REWRITES)}")
-        object.__setattr__(self, "options", settled(self.name, self.options, self.method.options, self.method.check))
+        object.__setattr__(self, "options", settled(self.name, self.options, self.method.options, self._check))
+
+    def _check(self, insert: Any = True, **options: Any) -> None:
+        if not isinstance(insert, bool):
+            raise ValueError(f"insert must be true or false, got {insert!r}")
+        self.method.check(**options)
 
     @property
     def method(self) -> Method:

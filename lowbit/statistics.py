@@ -138,6 +138,13 @@ class Tally:
         self.absmax = torch.maximum(self.absmax, absmax.float())
         self.count += len(rows)
 
+    def divide(self, s: Tensor) -> None:
+        """What was added is that of x / s from now on, for ``s`` [K] (finite, not 0), in place."""
+        wide = s.to(self.gram.device, torch.float64)
+        self.gram /= wide
+        self.gram /= wide[:, None]
+        self.absmax = (self.absmax.double() / wide.abs()).float()
+
     def merge(self, other: Tally) -> None:
         """Add the rows of ``other``. Sums are float64, so their order shows in the last bits alone."""
         if other.absmax.shape != self.absmax.shape:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from ..layers import Layer, tied_groups
 from ..planning import LayerPlan
 from ..recipe import block_counts
 from ..replacement import Replacement, RoundedWeight, moved
+from ..rewrites.rescaling import Rescaler, sealed
 from ..statistics import Statistics
 from .blocks import Survey, call, children, survey
 from .capture import Arguments, Constants, captured
@@ -22,6 +25,9 @@ from .ranks import Ranks
 from .residence import Residence, streamed
 from .states import States
 
+if TYPE_CHECKING:
+    from ..rewrite import Rewrite
+
 __all__ = ["Calibrator"]
 
 NO_BLOCKS = "no stack of blocks was found: calibrated as one block, the whole model"
@@ -31,8 +37,8 @@ class Calibrator:
     """Quantizes the layers of a model with statistics of their inputs.
 
     For each block: its inputs are what the blocks before it, quantized, gave; one run over them collects the statistics of
-    its layers, which are then rounded and replaced; a second run gives the next block's inputs. No activation of more than
-    one block is kept. Embeddings come first, without data; what else stands outside of blocks comes last, in a run of the
+    its layers, which are then rewritten, rounded and replaced; a second run gives the next block's inputs. No activation of more
+    than one block is kept. Embeddings come first, without data; what else stands outside of blocks comes last, in a run of the
     whole model.
     """
 
@@ -45,6 +51,7 @@ class Calibrator:
         replacement: Replacement,
         residence: Residence,
         states: States,
+        rewrites: Sequence[Rewrite] = (),
     ) -> None:
         self.notes: list[str] = []
         self._model, self._batches, self._replacement = model, batches, replacement
@@ -53,6 +60,9 @@ class Calibrator:
         self._names = [entry.name for entry in entries]
         self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].target is not None}
         self._ties = [group for group in tied_groups(layers) if any(i in self._modules for i in group)]
+        self._rescaler: Rescaler | None = None
+        if rewrites:
+            self._rescaler = Rescaler(rewrites, model, entries, layers, sealed(model), self._ranks, wide=replacement.rounds)
         self._stacks = block_counts(name for layer in layers for name in layer.names)
 
     @torch.inference_mode(False)
@@ -126,7 +136,7 @@ class Calibrator:
                     args, kwargs = calls[batch][i].filled(self._states.get(number, i, batch), constants, device)
                     return block(*args, **kwargs)
 
-                self._quantize(inside, run)
+                self._quantize(inside, run, dict(block.named_modules(prefix=path)))
                 if not last:
                     for batch in self._mine:
                         self._states.put(number, i + 1, batch, _carried(run(batch), stack.carried(i)))
@@ -142,18 +152,29 @@ class Calibrator:
         rest = list(self._modules)
         if rest:
             with streamed(self._model, self._residence, paths):
-                self._quantize(rest, lambda batch: call(self._model, self._batches[batch], self._residence.device))
+                inside = tuple(f"{path}." for path in paths)
+                scope = {n: m for n, m in self._model.named_modules() if n not in paths and not n.startswith(inside)}
+                self._quantize(rest, lambda batch: call(self._model, self._batches[batch], self._residence.device), scope)
+                if self._rescaler is not None:
+                    self._residence.hold(self._rescaler.changed)
 
     # ---- statistics ----------------------------------------------------------------------------------------------
 
-    def _quantize(self, places: list[int], run: Callable[[int], object]) -> None:
-        """Round and replace the layers at ``places`` with the statistics of ``run``, called with each batch.
+    def _quantize(self, places: list[int], run: Callable[[int], object], scope: Mapping[str, nn.Module]) -> None:
+        """Round and replace the layers at ``places`` with the statistics of ``run``, called with each batch, which runs the
+        modules in ``scope``.
 
         Every process rounds some of the groups, and all place what came of them.
         """
         if not places:
             return
         collector = self._collected(places, run)
+        if self._rescaler is not None:
+            self._rescale(places, collector, run, scope)
+        if not self._replacement.rounds:
+            for i in places:
+                self._carry_out(i, None)
+            return
         groups: dict[str, list[int]] = {}
         for i in places:
             groups.setdefault(collector.group(self._names[i]), []).append(i)
@@ -178,6 +199,19 @@ class Calibrator:
             for i in [i for group in order for i in groups[group]]:
                 self._replacement.place(i, found[i])
                 del self._modules[i]
+
+    def _rescale(
+        self, places: list[int], collector: Collector, run: Callable[[int], object], scope: Mapping[str, nn.Module]
+    ) -> None:
+        """What comes between collecting and rounding. One batch is enough to see who reads what."""
+        assert self._rescaler is not None
+        first = next(iter(self._mine), None)
+        heard = [i for i in places if not isinstance(self._modules[i], nn.Embedding)]
+        self._rescaler.rescale(scope, heard, collector, None if first is None else partial(run, first))
+        for i in heard:
+            self._modules[i] = self._rescaler.module(i)
+            self._replacement.note(i, self._rescaler.records.get(i, ()), self._rescaler.notes.get(i, ()))
+        self._residence.trim()
 
     def _collected(self, places: list[int], run: Callable[[int], object], share: bool = True) -> Collector:
         modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}

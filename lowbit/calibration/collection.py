@@ -118,6 +118,15 @@ class Collector:
         """The layer whose tally is that of ``name``."""
         return self._leaders.get(name, name)
 
+    def statistics(self, group: str) -> Statistics | None:
+        """The statistics of a group so far; None where nothing reached it."""
+        tally = self._tallies.get(group)
+        return tally.statistics() if tally is not None and tally.count else None
+
+    def divide(self, group: str, s: Tensor) -> None:
+        """The layers of ``group`` read x / s from now on."""
+        self._tallies[group].divide(s)
+
     def let_go(self, group: str) -> None:
         """Another process sees to this group."""
         self._tallies.pop(group, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ class Residence:
 
     def trim(self) -> None:
         """Large tensors have just been let go."""
+
+    def hold(self, modules: Iterable[nn.Module]) -> None:
+        """What ``modules``, which are there, hold is other now than where they came from, and stays."""
 
     def is_done(self, path: str) -> bool:
         """Whether an earlier run finished the block at ``path``."""

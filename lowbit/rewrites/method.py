@@ -21,8 +21,8 @@ class Method:
         run: of the kind ``"model"``, ``run(model, batches, **options)`` changes ``model`` in place, before its layers are
             planned and calibrated, and gives notes for the plan in plain sentences. ``batches`` are those of the calibration
             (:class:`~lowbit.calibration.data.Batch`), none where there is no data. Of the kind ``"block"``,
-            ``run(readers, **options)`` chooses what the shared input of some layers is divided by; see
-            :mod:`lowbit.rewrites.search`.
+            ``run(pool, **options)`` chooses what the shared input of some layers is divided by: a
+            :class:`~lowbit.rewrites.search.Choice` for a :class:`~lowbit.rewrites.search.Pool`.
         kind: ``"model"`` (before everything, on the float model) or ``"block"`` (between collecting the statistics of a
             block's layers and rounding them).
         needs_data: whether there has to be calibration data. Every one of the kind ``"block"`` needs it.
@@ -40,5 +40,6 @@ class Method:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that :attr:`run` takes, by name, with their defaults."""
-        return keyword_options(self.run)
+        """The options that :attr:`run` takes, by name, with their defaults; and of a block's, ``insert``: whether a module
+        divides inputs where nothing before them can."""
+        return {**keyword_options(self.run), **({"insert": True} if self.kind == "block" else {})}

@@ -25,7 +25,7 @@ from ..checkpoint.shards import write_files
 from ..checkpoint.skeleton import built, write_config
 from ..environment import usable_device
 from ..planning import Plan
-from ..quantize import planned
+from ..quantize import blockwise, planned
 from ..recipe import Recipe
 from ..replacement import Progress, Replacement
 from .budget import check_budget
@@ -97,7 +97,7 @@ def quantize_folder(
             residence = OnDisk(model, files, workspace, where)
             replacement = Replacement(model, carried.layers, layers, where, False, progress, residence.trim)
             states = DiskStates(workspace.folder)
-            calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, states)
+            calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, states, blockwise(recipe))
             calibrator.run()
             if Ranks().rank == 0:
                 finished = Inventory(model, partial(_tensor, model, files, workspace))

@@ -26,6 +26,7 @@ class OnDisk(Residence):
         super().__init__(model)
         self.device = device
         self._source, self._workspace = source, workspace
+        self._changed: set[nn.Module] = set()
 
     @contextlib.contextmanager
     def block(self, path: str) -> Iterator[None]:
@@ -52,7 +53,7 @@ class OnDisk(Residence):
         try:
             yield
         finally:
-            _emptied(held)
+            _emptied([place for place in held if place[0] not in self._changed])
             self.trim()
 
     def trim(self) -> None:
@@ -60,6 +61,9 @@ class OnDisk(Residence):
         if sys.platform == "linux":
             with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
                 ctypes.CDLL(None).malloc_trim(0)
+
+    def hold(self, modules: Iterable[nn.Module]) -> None:
+        self._changed |= set(modules)
 
     def is_done(self, path: str) -> bool:
         return self._workspace.has(path)

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..checkpoint.shards import FileSet
 from ..checkpoint.tensor_file import Spec, Stored, TensorFile, write_tensor_file
 from ..planning import LayerPlan
 from ..replacement import Done
+from ..rewrites.record import Rescaled
 
 __all__ = ["DiskStates", "Workspace"]
 
@@ -74,7 +76,7 @@ class Workspace:
     def keep(self, path: str, block: nn.Module, entries: Sequence[LayerPlan]) -> None:
         """Write ``block`` as it is now, and what was done to its layers."""
         found = Inventory(block)
-        done = {entry.name: [entry.loss, list(entry.notes)] for entry in entries}
+        done = {entry.name: [entry.loss, entry.notes, [asdict(record) for record in entry.rewrites]] for entry in entries}
         metadata = {**found.header.metadata(), _LAYERS: json.dumps(done)}
         _write_tensors(self.block(path), found.tensors, metadata)
 
@@ -93,7 +95,10 @@ class Workspace:
         file = TensorFile(self.block(path))
         file.close()
         layers = json.loads(file.metadata[_LAYERS])
-        return {name: Done(loss, tuple(notes)) for name, (loss, notes) in layers.items()}
+        return {
+            name: Done(loss, tuple(notes), tuple(Rescaled(**record) for record in rewrites))
+            for name, (loss, notes, rewrites) in layers.items()
+        }
 
     def tensor(self, path: str, name: str) -> Tensor:
         """One tensor of a block that is kept, as the file has it."""

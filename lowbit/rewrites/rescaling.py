@@ -1,0 +1,199 @@
+"""Block rewrites: what layers read is divided channel by channel, by whatever comes before them or by a module in front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..inserted import Multiply, PreparedLinear
+from ..layers import Layer, layer_kind, replace_module
+from ..planning import LayerPlan
+from ..statistics import Statistics
+from .absorption import absorb, scale_columns
+from .record import Rescaled
+from .search import Choice, Pool, Reader
+from .tracing import Source, trace
+
+if TYPE_CHECKING:
+    from ..calibration.ranks import Ranks
+    from ..rewrite import Rewrite
+
+__all__ = ["Heard", "Rescaler", "sealed"]
+
+SEALED = "another layer reads its weight, which stays as it is"
+PREPARED = "its input is transformed already, and nothing before it takes factors"
+
+
+class Heard(Protocol):
+    """The statistics of layers, which those that read one tensor share: each such group has the name of its first."""
+
+    def group(self, name: str) -> str:
+        """The group of the layer ``name``."""
+
+    def statistics(self, group: str) -> Statistics | None:
+        """Its statistics; None where no data reached it."""
+
+    def divide(self, group: str, s: Tensor) -> None:
+        """Its statistics are those of x / s from now on."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Inputs that are divided together: ``groups`` of layers, each with the channels that they are divided with, and all
+    ``readers`` that have to be multiplied."""
+
+    source: Source | None
+    count: int
+    groups: dict[str, Tensor]
+    readers: dict[str, Tensor]
+
+
+class Rescaler:
+    """Carries out ``rewrites`` on layers whose statistics are known, before they are rounded.
+
+    ``entries`` and ``layers`` are those of the whole model, and ``closed`` the names of :func:`sealed` modules. ``wide``: the
+    layers' weights become float32 until they are rounded to a grid, and are not rounded to their dtype before.
+    """
+
+    def __init__(
+        self,
+        rewrites: Sequence[Rewrite],
+        model: nn.Module,
+        entries: Sequence[LayerPlan],
+        layers: Sequence[Layer],
+        closed: frozenset[str],
+        ranks: Ranks,
+        wide: bool = True,
+    ) -> None:
+        self._wide = wide
+        self._rewrites, self._model, self._closed, self._ranks = rewrites, model, closed, ranks
+        self._entries, self._layers = entries, layers
+        self.records: dict[int, tuple[Rescaled, ...]] = {}
+        self.notes: dict[int, tuple[str, ...]] = {}
+        self.changed: list[nn.Module] = []  # beside the layers
+
+    def rescale(
+        self, scope: Mapping[str, nn.Module], places: Sequence[int], heard: Heard, run: Callable[[], object] | None
+    ) -> None:
+        """Rewrite the layers at ``places`` and what they read.
+
+        ``scope``: the modules, by name, that ``run`` runs and that may be changed; ``run`` is None in a process without data.
+        """
+        self.records, self.notes, self.changed = {}, {}, []
+        at = {self._entries[i].name: i for i in places}
+        found = None if run is None else trace(scope, run, self._closed)
+        sources = next((theirs for theirs in self._ranks.gathered(found) if theirs is not None), [])
+        jobs = self._jobs(sources, at, heard)
+        for rewrite in self._rewrites:
+            options = dict(rewrite.options)
+            insert = options.pop("insert", True)
+            mine: dict[int, Choice] = {}
+            for number, job in enumerate(jobs):
+                if number % self._ranks.count == self._ranks.rank and (job.source is not None or insert):
+                    mine[number] = rewrite.method.run(self._pool(job, at, heard), **options)
+            choices = {number: choice for part in self._ranks.gathered(mine) for number, choice in part.items()}
+            for number, choice in sorted(choices.items()):
+                self._carry_out(rewrite.name, jobs[number], choice, scope, at, heard)
+
+    def module(self, i: int) -> nn.Module:
+        """The layer at place ``i`` as it is now."""
+        return self._layers[i].module
+
+    # ---- what is divided together --------------------------------------------------------------------------------
+
+    def _jobs(self, sources: Sequence[Source], at: Mapping[str, int], heard: Heard) -> list[_Job]:
+        groups: dict[str, list[str]] = {}
+        for name in at:
+            if heard.statistics(heard.group(name)) is not None:
+                groups.setdefault(heard.group(name), []).append(name)
+        jobs: list[_Job] = []
+        taken: set[str] = set()
+        for source in sources:
+            mine = {group: source.readers[names[0]] for group, names in groups.items() if names[0] in source.readers}
+            if mine and not taken & mine.keys():
+                taken |= mine.keys()
+                jobs.append(_Job(source, source.channels, mine, source.readers))
+        for group, names in groups.items():
+            if group in taken:
+                continue
+            why = SEALED if any(name in self._closed for name in names) else ""
+            why = why or (PREPARED if any("transform" in self._layers[at[name]].module._modules for name in names) else "")
+            for name in names if why else []:
+                self.notes[at[name]] = tuple(f"{rewrite.name}: {why}" for rewrite in self._rewrites)
+            if not why:
+                k = self._layers[at[names[0]]].weight.shape[1]
+                jobs.append(_Job(None, k, {group: torch.arange(k)}, {name: torch.arange(k) for name in names}))
+        return jobs
+
+    def _pool(self, job: _Job, at: Mapping[str, int], heard: Heard) -> Pool:
+        def readers() -> Iterator[Reader]:
+            for group, channels in job.groups.items():
+                statistics = heard.statistics(group)
+                assert statistics is not None
+                for name in [name for name in at if heard.group(name) == group]:
+                    weight, target = self._layers[at[name]].weight.detach(), self._entries[at[name]].target
+                    assert target is not None
+                    compute = weight if weight.dtype == torch.float64 else weight.float()
+                    yield Reader(compute, target, statistics.to(weight.device), channels.to(weight.device))
+
+        return Pool(job.count, readers)
+
+    # ---- dividing ------------------------------------------------------------------------------------------------
+
+    def _carry_out(
+        self, rewrite: str, job: _Job, choice: Choice, scope: Mapping[str, nn.Module], at: Mapping[str, int], heard: Heard
+    ) -> None:
+        into = "" if job.source is None else job.source.name
+        if choice.label:
+            divisor = choice.divisor
+            if job.source is None:
+                divisor = self._prepare([at[name] for name in job.readers], divisor)
+            else:
+                divisor = absorb(scope[into], job.source.way, divisor, wide=self._wide and into in at)
+                self.changed.append(scope[into])
+            for name, channels in job.readers.items():
+                module = self._layers[at[name]].module if name in at else scope[name]
+                scale_columns(module, _spread(divisor, channels), wide=self._wide and name in at)
+                if name not in at:
+                    self.changed.append(module)
+            for group, channels in job.groups.items():
+                heard.divide(group, _spread(divisor, channels))
+        for name in [name for name in at if heard.group(name) in job.groups]:
+            record = Rescaled(rewrite, into, choice.label, choice.before, choice.after)
+            self.records[at[name]] = (*self.records.get(at[name], ()), record)
+
+    def _prepare(self, places: Sequence[int], divisor: Tensor) -> Tensor:
+        """Put a module that divides by ``divisor`` in front of the layers at ``places``; what it divides by, as it is stored."""
+        for i in places:
+            layer = self._layers[i]
+            old = layer.module
+            factor = (1 / divisor).float().to(layer.weight.device)
+            weight = old._parameters["weight"]
+            assert weight is not None
+            if layer.kind == "conv1d":
+                weight = nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)
+            earlier = old._modules.get("transform")
+            if isinstance(earlier, Multiply):  # another rewrite's
+                factor = earlier.get_buffer("factor") * factor
+            layer.module = PreparedLinear(weight, old._parameters.get("bias"), Multiply(factor)).train(old.training)
+            layer.kind = layer_kind(layer.module) or layer.kind
+            replace_module(self._model, layer.names, layer.module)
+        return 1 / (1 / divisor).float().double()
+
+
+def sealed(model: nn.Module) -> frozenset[str]:
+    """The names of modules with a parameter that another module reads too, or that stand in several places themselves."""
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append(name)
+    return frozenset(name for names in places.values() if len(names) > 1 for name in names)
+
+
+def _spread(divisor: Tensor, channels: Tensor) -> Tensor:
+    return torch.where(channels >= 0, divisor.cpu()[channels.clamp(min=0)], 1.0)

@@ -1,0 +1,151 @@
+"""Choosing what the shared input of some layers is divided by: candidates, and what the layers' outputs lose under each.
+
+The loss of a layer is tr((W - Q) G (W - Q)^T) for the Gram matrix G of its inputs, where W diag(s) was rounded to Q diag(s)
+under the layer's own scheme: no activation is kept or run again. Where the layer rounds its input too, what that costs is
+added (:mod:`~lowbit.rewrites.noise`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..grid import to_codes, to_values
+from ..scales import choose, outer_scale
+from ..statistics import Statistics
+from ..target import Target
+from .noise import input_noise
+
+__all__ = ["Choice", "Pool", "Reader", "chosen", "levelled", "losses_of"]
+
+_NUMBERS = 1 << 24  # of a weight that are rounded at a time
+_LIMIT = 1e4  # beyond which nothing is divided or multiplied, once the middle is 1
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A layer whose input is to be divided.
+
+    Attributes:
+        weight: [N, K], float32 or float64.
+        target: what becomes of it.
+        statistics: of its input, before.
+        channels: int64 [K], the one of the pool's channels that each channel of the input is divided with; -1 for none.
+    """
+
+    weight: Tensor
+    target: Target
+    statistics: Statistics
+    channels: Tensor
+
+    def spread(self, divisor: Tensor) -> Tensor:
+        """``divisor`` [C] of the pool's channels as that of the input's, [K]."""
+        known = divisor.to(self.weight.device, self.weight.dtype)
+        return torch.where(self.channels >= 0, known[self.channels.clamp(min=0)], 1.0)
+
+    def gathered(self, values: Tensor, reduce: str, count: int) -> Tensor:
+        """``values`` [K] of the input's channels as one for each of the pool's, [count] float64: their ``"amax"`` or ``"sum"``;
+        0 for those that it does not read."""
+        inside = self.channels >= 0
+        out = torch.zeros(count, dtype=torch.float64, device=values.device)
+        return out.scatter_reduce(0, self.channels[inside], values[inside].double(), reduce)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Layers whose inputs are divided together: all that a source reaches.
+
+    Attributes:
+        count: channels of the source.
+        readers: called for each walk over them, since not all weights and statistics need fit into memory together.
+    """
+
+    count: int
+    readers: Callable[[], Iterator[Reader]]
+
+    def largest(self, values: Callable[[Reader], Tensor]) -> Tensor:
+        """Of the ``values`` (at least 0) of each reader's input [K] the largest for each channel of the source, [count] float64
+        on the CPU."""
+        return torch.stack([r.gathered(values(r), "amax", self.count).cpu() for r in self.readers()]).amax(0)
+
+    def mean(self, values: Callable[[Reader], Tensor]) -> Tensor:
+        """Their mean."""
+        total = number = torch.zeros(self.count, dtype=torch.float64)
+        for reader in self.readers():
+            found = values(reader)
+            total = total + reader.gathered(found, "sum", self.count).cpu()
+            number = number + reader.gathered(torch.ones_like(found), "sum", self.count).cpu()
+        return total / number.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        divisor: [C] float64, positive.
+        label: how it came about: ``"alpha 0.55"``; empty where nothing is better than leaving all as it is.
+        before, after: the loss relative to the size of the outputs (see :attr:`lowbit.planning.LayerPlan.loss`).
+    """
+
+    divisor: Tensor
+    label: str
+    before: float
+    after: float
+
+
+def levelled(size: Tensor) -> Tensor:
+    """``size`` [C] (at least 0) over the middle of its logarithms, so that the smallest and the largest are as far from 1; 1
+    where it is 0, as on channels that are never heard."""
+    heard = (size > 0) & torch.isfinite(size)
+    if not bool(heard.any()):
+        return torch.ones_like(size)
+    inside = size[heard]
+    level = size / (inside.amax().sqrt() * inside.amin().sqrt())
+    return torch.where(heard, level.clamp(1 / _LIMIT, _LIMIT), 1.0)
+
+
+def losses_of(pool: Pool, divisors: Sequence[Tensor], ranges: str = "range") -> Tensor:
+    """What the readers' outputs lose under each of ``divisors`` [C], relative to their size: float64 [len(divisors)].
+
+    ``ranges``: how the scales of weights are chosen, ``method`` of :func:`lowbit.scales.choose`.
+    """
+    total, size = torch.zeros(len(divisors), dtype=torch.float64), 0.0
+    for reader in pool.readers():
+        losses = torch.stack([loss_under(reader, reader.spread(divisor), ranges) for divisor in divisors])
+        total += reader.statistics.count * losses.cpu()
+        weight = reader.weight
+        size += reader.statistics.count * float(((weight @ reader.statistics.gram.to(weight.dtype)) * weight).sum())
+    return total / size if size > 0 else torch.zeros_like(total)
+
+
+def chosen(divisors: Sequence[Tensor], labels: Sequence[str], losses: Tensor, place: int | None = None) -> Choice:
+    """The choice of the one at ``place``, by default the first of those that lose least; at place 0 all is left as it is."""
+    best = int(losses.argmin()) if place is None else place
+    return Choice(divisors[best], labels[best], float(losses[0]), float(losses[best]))
+
+
+def loss_under(reader: Reader, s: Tensor, ranges: str) -> Tensor:
+    """What the reader's output loses where its input is divided by ``s`` [K] and its weight is multiplied by it, float64 []."""
+    scheme, weight, gram = reader.target.weight, reader.weight, reader.statistics.gram.to(reader.weight.dtype)
+    outer = outer_scale((weight * s).abs().amax(), scheme) if scheme.outer else None
+    activation, total = reader.target.activation, torch.zeros((), dtype=torch.float64, device=weight.device)
+    noise = None
+    if activation is not None:
+        moments = reader.statistics.gram.diagonal() / s.square(), reader.statistics.absmax / s
+        noise = input_noise(moments, activation, reader.target.activation_scale)
+    try:
+        for rows in weight.split(max(1, _NUMBERS // max(weight.shape[1], 1))):
+            scaled = rows * s
+            scales = choose(scaled, scheme, ranges, outer)
+            values = to_values(to_codes(scaled, scheme, scales), scheme, scales, scaled.dtype)
+            error = (values - scaled) / s
+            total += ((error @ gram) * error).double().sum()
+            if noise is not None:
+                total += (values.double().square() @ noise).sum()
+    except ValueError:  # a scale that its own format cannot hold
+        return torch.full_like(total, torch.inf)
+    return total
