@@ -219,21 +219,28 @@ class Folding:
     def carry_out(self) -> list[str]:
         """Change the model; what there is to know of it beside that it is rotated."""
         notes = [*self._untie(), *self._add_biases()]
-        for group in self._groups:
-            name, leaf = group[0]
-            parameter = self._model.get_submodule(name).get_parameter(leaf)
-            for turn in self._turns[group[0]]:
-                turn.carry_out(parameter.data)
-        for (name, leaf), turns in self._turns.items():
-            if leaf == "bias" and not any((name, leaf) in group for group in self._groups):  # one that was added
-                for turn in turns:
-                    turn.carry_out(self._model.get_submodule(name).get_parameter(leaf).data)
+        shared = {place for group in self._groups for place in group[1:]}
+        for name, leaf in dict.fromkeys([*self._turns, *((name, "bias") for name in self._biases)]):
+            if (name, leaf) not in shared:
+                self._fold(self._model.get_submodule(name).get_parameter(leaf), name, leaf)
         notes += [*self._strip_norms(), *self._prepare()]
         if self._stream.guessed:
             names = self._stream.guessed
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             notes.append(f"{', '.join(names[:3])}{more}: reached by no data, and rotated as those of the same name are")
         return notes
+
+    def _fold(self, parameter: nn.Parameter, name: str, leaf: str) -> None:
+        turns, added = self._turns.get((name, leaf), []), self._biases.get(name) if leaf == "bias" else None
+        if len(turns) == 1 and added is None:
+            turns[0].carry_out(parameter.data)
+            return
+        wide = parameter.data.double()  # rounded to its dtype once, whatever is done to it
+        if added is not None:
+            wide += added.to(wide.device)
+        for turn in turns:
+            turn.carry_out(wide)
+        parameter.data.copy_(wide)
 
     def _untie(self) -> Iterator[str]:
         owner: dict[int, _Place] = {}
@@ -255,12 +262,11 @@ class Folding:
             _forget_ties(self._model, parted)
 
     def _add_biases(self) -> Iterator[str]:
-        for name, added in self._biases.items():
+        for name in self._biases:
             module: Any = self._model.get_submodule(name)
             if module._parameters.get("bias") is not None:
-                module.bias.data.copy_((module.bias.double() + added.to(module.bias.device)).to(module.bias.dtype))
                 continue
-            bias = nn.Parameter(added.to(module.weight), module.weight.requires_grad)
+            bias = nn.Parameter(module.weight.new_zeros(len(self._biases[name])), module.weight.requires_grad)
             replace_module(self._model, self._paths(module), PreparedLinear(module.weight, bias).train(module.training))
             yield f"{name} has a bias now, that of {self._stream.readers[name]}"
 

@@ -47,12 +47,16 @@ def rotation(model: nn.Module, batches: Sequence[Batch], *, online: bool = False
     # Calibration knows recipes, and recipes know this.
     from ..calibration.blocks import call
     from ..calibration.modes import evaluating
+    from ..weight import QuantizedModule
     from .emulation import check_outputs, distance, outputs
     from .folding import Folding
     from .hadamard import Rotation
     from .stream import find_stream
 
     check_rotation(online, seed)
+    quantized = next((name for name, module in model.named_modules() if isinstance(module, QuantizedModule)), None)
+    if quantized is not None:
+        raise ValueError(f"{quantized} is quantized already: rotate the model before")
     batch = _probe(model, batches)
     device = next((parameter.device for parameter in model.parameters()), None)
     with torch.inference_mode(False), torch.no_grad(), evaluating(model):

@@ -323,20 +323,25 @@ def _guess(trace: _Trace, stream: Stream) -> None:
     for name, module in trace.sources.items():
         if name in reached or layer_kind(module) == "embedding":
             continue
-        for place in re.finditer(r"(?<=\.)\d+(?=\.)", name):
-            alike = re.compile(re.escape(name[: place.start()]) + r"\d+" + re.escape(name[place.end() :]))
-            roles = {
-                (stream.readers.get(other), frozenset(stream.writers.get(other, ())), other in stream.rowwise)
-                for other in reached
-                if alike.fullmatch(other)
-            }
-            if len(roles) == 1:
-                read, written, rowwise = roles.pop()
-                if read is not None:
-                    stream.readers[name] = read
-                if written:
-                    stream.writers[name] = set(written)
-                if rowwise:
-                    stream.rowwise.add(name)
-                stream.guessed.append(name)
-                break
+        numbers = list(re.finditer(r"(?<=\.)\d+(?=\.)", name))
+        if not numbers:
+            continue
+        # The last number is the expert's; those before it are a block's, each of which has norms of its own.
+        place = numbers[-1]
+        alike = re.compile(re.escape(name[: place.start()]) + r"\d+" + re.escape(name[place.end() :]))
+        roles = {
+            (stream.readers.get(other), frozenset(stream.writers.get(other, ())), other in stream.rowwise)
+            for other in reached
+            if alike.fullmatch(other)
+        }
+        inside = any(read is not None and read.startswith(name[: place.start()]) for read, _, _ in roles)
+        if len(roles) != 1 or inside:
+            continue
+        read, written, rowwise = roles.pop()
+        if read is not None:
+            stream.readers[name] = read
+        if written:
+            stream.writers[name] = set(written)
+        if rowwise:
+            stream.rowwise.add(name)
+        stream.guessed.append(name)
