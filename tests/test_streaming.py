@@ -16,8 +16,10 @@ import transformers
 import lowbit
 from lowbit import Calibration, CheckpointError, quantize_, quantize_folder
 from lowbit.algorithms import ROUNDERS
+from lowbit.calibration.calibrator import Calibrator
 from lowbit.command import run
-from lowbit.streaming.budget import parse_bytes
+from lowbit.quantize import planned
+from lowbit.streaming.budget import needs, parse_bytes, room_for_statistics
 from tests import test_architectures as architectures
 from tests.models import exam_and_text, llama, tokens, word_model
 
@@ -108,11 +110,11 @@ warnings.simplefilter("ignore")  # a process with threads forks
 import torch
 import lowbit
 torch.set_num_threads(1)
-source, output, resume, *moments = sys.argv[1:]
+recipe, source, output, resume, *moments = sys.argv[1:]
 ids = torch.load(os.path.join(source, "ids.pt"))
 
 def job():
-    lowbit.quantize_folder(source, output, "int3", calibration=lowbit.Calibration(ids, batch_size=2), resume=resume)
+    lowbit.quantize_folder(source, output, recipe, calibration=lowbit.Calibration(ids, batch_size=2), resume=resume)
 
 def attempt(moment):
     child = os.fork()
@@ -135,17 +137,18 @@ print([attempt(int(moment)) for moment in moments])
 """
 
 
-def killed(source: Path, output: Path, resume: Path, moments: list[int]) -> list[str]:
-    command = [sys.executable, "-c", KILLED, *map(str, (source, output, resume, *moments))]
+def killed(recipe: str, source: Path, output: Path, resume: Path, moments: list[int]) -> list[str]:
+    command = [sys.executable, "-c", KILLED, recipe, *map(str, (source, output, resume, *moments))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_a_job_that_is_killed_ten_times_ends_in_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("recipe", ["int3", "gptq(int3)"])
+def test_a_job_that_is_killed_ten_times_ends_in_the_same_bytes(recipe, tmp_path):
     source = float_folder(tmp_path / "in")
     torch.save(IDS, source / "ids.pt")
-    said, codes = killed(source, tmp_path / "whole", tmp_path / "work", [1 << 30])
+    said, codes = killed(recipe, source, tmp_path / "whole", tmp_path / "work", [1 << 30])
     assert codes == "[0]"
     events = int(said.split()[1])
     assert events > 60
@@ -153,7 +156,7 @@ def test_a_job_that_is_killed_ten_times_ends_in_the_same_bytes(tmp_path):
     draw = random.Random(0)
     # Five attempts that go further and further, and five that die anywhere.
     moments = sorted(draw.randint(1, events) for _ in range(5)) + [draw.randint(1, events // 2) for _ in range(5)]
-    *_, codes = killed(source, tmp_path / "output", tmp_path / "work", [*moments, 1 << 30])
+    *_, codes = killed(recipe, source, tmp_path / "output", tmp_path / "work", [*moments, 1 << 30])
     assert codes.count("9") >= 5, codes  # the others came to the end before their moment
     assert stored(tmp_path / "output") == stored(tmp_path / "whole")
     assert not (tmp_path / "work").exists()
@@ -228,8 +231,8 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of resident memory is read from Linux")
-@pytest.mark.parametrize("rounder", ["rtn"])
-def test_memory_stays_under_twice_the_largest_block_with_its_statistics(rounder, tmp_path):
+def test_memory_stays_under_twice_the_largest_block_with_its_statistics(tmp_path):
+    """Of sixteen blocks, some of which are rounded by each method."""
     d, ff = 1024, 2816  # so that what does not grow with the model is little beside it
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=d, intermediate_size=ff, num_hidden_layers=16, num_attention_heads=8,
@@ -237,7 +240,12 @@ def test_memory_stays_under_twice_the_largest_block_with_its_statistics(rounder,
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "in")
-    command = [sys.executable, "-c", MEMORY, str(tmp_path / "in"), str(tmp_path / "out"), f"{rounder}(int3)"]
+    blocks = {"gptq": [1, -1], "hqq": [5], "clip": [9]}
+    rules = [
+        {"match": "*", "weight": "int3", "rounder": name, "blocks": where, "optional": True} for name, where in blocks.items()
+    ]
+    (tmp_path / "recipe.json").write_text(json.dumps({"rules": [*rules, {"match": "*", "weight": "int3"}]}))
+    command = [sys.executable, "-c", MEMORY, *(str(tmp_path / name) for name in ("in", "out", "recipe.json"))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     weights, statistics = 2 * (4 * d * d + 3 * d * ff), 8 * (3 * d * d + ff * ff)
@@ -250,6 +258,54 @@ def test_max_memory_is_compared_before_any_work(tmp_path):
         quantize_folder(source, tmp_path / "out", "int4", calibration=IDS, max_memory="0.1MB")
     assert not (tmp_path / "out").exists()
     quantize_folder(source, tmp_path / "out", "int4", calibration=IDS, max_memory=10**9)
+
+
+@pytest.mark.parametrize("recipe", ["gptq(int3)", {"lm_head": "int8", "*q_proj": "clip(int4)", "*": "hqq(int4)"}])
+@pytest.mark.parametrize("name", ["llama", "qwen2_moe", "gpt2"])
+def test_little_memory_takes_several_runs_and_gives_the_same_bytes(name, recipe, tmp_path, monkeypatch):
+    if name == "gpt2" and isinstance(recipe, dict):
+        recipe = {"*c_attn": "clip(int4)", "*": "hqq(int4)"}
+    source = float_folder(tmp_path / "in", name)
+    runs: list[int] = []
+    collected = Calibrator._collected
+
+    def counted(self: Calibrator, *arguments: Any) -> Any:
+        found = collected(self, *arguments)
+        runs.append(len(found.tallies))
+        return found
+
+    monkeypatch.setattr(Calibrator, "_collected", counted)
+    expected = in_memory(source, tmp_path / "memory", recipe, IDS)
+    whole, runs[:] = list(runs), []
+    monkeypatch.setattr("lowbit.streaming.job.room_for_statistics", lambda *arguments, **options: 1)
+    plan = quantize_folder(source, tmp_path / "disk", recipe, calibration=IDS)
+    assert len(runs) > len(whole)
+    assert sum(runs) == sum(whole)
+    assert max(runs) == 1
+    assert stored(tmp_path / "disk") == stored(tmp_path / "memory")
+    assert plan == expected
+    assert [(layer.loss, layer.notes) for layer in plan.layers] == [(layer.loss, layer.notes) for layer in expected.layers]
+
+
+def test_max_memory_says_how_many_matrices_there_is_room_for(tmp_path):
+    source = float_folder(tmp_path / "in")
+    model = architectures.build("llama")
+    plan, layers = planned(model, lowbit.Recipe.of("gptq(int3)"), None, torch.device("cpu"), has_data=True)
+    batches = Calibration.of(IDS).batches(model)
+    found = needs(layers, plan, batches)
+    assert len(found) == 2
+    most = max(found, key=lambda need: need.fixed)
+    for at_once, least in ((False, max(most.matrices)), (True, sum(most.matrices))):
+        with pytest.raises(ValueError, match="allow more, or smaller batches"):
+            room_for_statistics(most.fixed + least - 1, layers, plan, batches, at_once)
+        room = room_for_statistics(most.fixed + least, layers, plan, batches, at_once)
+        assert room == (None if at_once else least)
+    assert room_for_statistics(None, layers, plan, batches, False) is None
+    quantize_folder(source, tmp_path / "one", "gptq(int3)", calibration=IDS, max_memory=most.fixed + max(most.matrices))
+    quantize_folder(source, tmp_path / "all", "gptq(int3)", calibration=IDS)
+    assert stored(tmp_path / "one") == stored(tmp_path / "all")
+    with pytest.raises(ValueError, match="max_memory is"):
+        quantize_folder(source, tmp_path / "out", "awq(gptq(int3))", calibration=IDS, max_memory=most.fixed + max(most.matrices))
 
 
 @pytest.mark.parametrize(("text", "size"), [("8GB", 8 * 10**9), ("1.5 GiB", 3 * 2**29), (7, 7), ("512kb", 512_000)])

@@ -40,6 +40,9 @@ class Calibrator:
     its layers, which are then rewritten, rounded and replaced; a second run gives the next block's inputs. No activation of more
     than one block is kept. Embeddings come first, without data; what else stands outside of blocks comes last, in a run of the
     whole model.
+
+    ``room``: bytes that the statistics of a block may take at a time, None for any; only for one process without
+    ``rewrites``, which look at all of a block's statistics at once.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Calibrator:
         residence: Residence,
         states: States,
         rewrites: Sequence[Rewrite] = (),
+        room: int | None = None,
     ) -> None:
         self.notes: list[str] = []
         self._model, self._batches, self._replacement = model, batches, replacement
@@ -60,6 +64,7 @@ class Calibrator:
         self._names = [entry.name for entry in entries]
         self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].target is not None}
         self._ties = [group for group in tied_groups(layers) if any(i in self._modules for i in group)]
+        self._room = room
         self._rescaler: Rescaler | None = None
         if rewrites:
             self._rescaler = Rescaler(rewrites, model, entries, layers, sealed(model), self._ranks, wide=replacement.rounds)
@@ -164,41 +169,50 @@ class Calibrator:
         """Round and replace the layers at ``places`` with the statistics of ``run``, called with each batch, which runs the
         modules in ``scope``.
 
-        Every process rounds some of the groups, and all place what came of them.
+        Every process rounds some of the groups, and all place what came of them. Where there is no room for all statistics at
+        once, batches run again for the rest, and no layer is replaced before every one is rounded: the bytes are the same.
         """
-        if not places:
-            return
-        collector = self._collected(places, run)
-        if self._rescaler is not None:
-            self._rescale(places, collector, run, scope)
-        if not self._replacement.rounds:
-            for i in places:
-                self._carry_out(i, None)
-            return
+        held: dict[int, RoundedWeight] = {}
+        while places:
+            collector = self._collected(places, run)
+            later = [i for i in places if collector.postponed(self._names[i])]
+            now = [i for i in places if i not in later]
+            if self._rescaler is not None:
+                self._rescale(now, collector, run, scope)
+            if not self._replacement.rounds:
+                for i in now:
+                    self._carry_out(i, None)
+            else:
+                held |= self._rounded(now, collector, hold=bool(later or held))
+            places = later
+        # Of a tied weight the layer that has data decides.
+        for i in sorted(held, key=lambda i: held[i].loss is None):
+            self._replacement.place(i, held[i])
+            del self._modules[i]
+
+    def _rounded(self, places: list[int], collector: Collector, hold: bool) -> dict[int, RoundedWeight]:
+        """What becomes of the layers at ``places``; empty where they could be replaced as they were rounded."""
+        hold = hold or self._ranks.count > 1
         groups: dict[str, list[int]] = {}
         for i in places:
             groups.setdefault(collector.group(self._names[i]), []).append(i)
         mine: dict[int, RoundedWeight] = {}
-        # Of a tied weight the layer that has data decides.
-        order = sorted(groups, key=lambda group: group not in collector.tallies)
-        for number, group in enumerate(order):
+        for number, group in enumerate(sorted(groups, key=lambda group: group not in collector.tallies)):
             self._residence.trim()
             if number % self._ranks.count != self._ranks.rank:
                 collector.let_go(group)
                 continue
             statistics = collector.taken(group)
             for i in groups[group]:
-                if self._ranks.count == 1:
-                    self._carry_out(i, statistics)
+                if hold:
+                    mine[i] = self._replacement.round(i, statistics, calibrated=True)
                 else:
-                    rounded = self._replacement.round(i, statistics, calibrated=True)
-                    mine[i] = rounded._replace(weight=moved(rounded.weight, "cpu"))
+                    self._carry_out(i, statistics)
                 self._residence.trim()
-        if self._ranks.count > 1:
-            found = {i: rounded for part in self._ranks.gathered(mine) for i, rounded in part.items()}
-            for i in [i for group in order for i in groups[group]]:
-                self._replacement.place(i, found[i])
-                del self._modules[i]
+        if self._ranks.count == 1:
+            return mine
+        mine = {i: rounded._replace(weight=moved(rounded.weight, "cpu")) for i, rounded in mine.items()}
+        return {i: rounded for part in self._ranks.gathered(mine) for i, rounded in part.items()}
 
     def _rescale(
         self, places: list[int], collector: Collector, run: Callable[[int], object], scope: Mapping[str, nn.Module]
@@ -215,7 +229,7 @@ class Calibrator:
 
     def _collected(self, places: list[int], run: Callable[[int], object], share: bool = True) -> Collector:
         modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}
-        collector = Collector(modules, share)
+        collector = Collector(modules, share, self._room)
         error: ValueError | None = None
         try:
             for number in self._mine:

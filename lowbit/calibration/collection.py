@@ -23,11 +23,13 @@ class Collector:
     """Listens to ``modules`` and sums up what they read.
 
     Two layers share a tally where both read the very same tensor when they are first called, which is checked in every
-    later call. ``share=False`` gives each its own.
+    later call. ``share=False`` gives each its own. Where the tallies would take more than ``room`` bytes, those that come
+    first are summed up, at least one, and the layers of the others are :meth:`postponed`, for another run.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], share: bool = True) -> None:
-        self._modules, self._share = modules, share
+    def __init__(self, modules: Mapping[str, nn.Module], share: bool = True, room: int | None = None) -> None:
+        self._modules, self._share, self._room = modules, share, room
+        self._full: set[str] = set()  # leaders without a tally
         self._leaders: dict[str, str] = {}
         self._tallies: dict[str, Tally] = {}
         self._calls: dict[str, int] = {}
@@ -70,9 +72,17 @@ class Collector:
                 raise PartedError(f"{name} and {leader} read one tensor in their first call, and two in a later one")
             return
         self._reading[name] = x, x._version, calls
-        if name not in self._tallies:
-            self._tallies[name] = Tally(x.shape[-1], x.device)
-        self._tallies[name].add(self._unpadded(x), name, self._batch)
+        if name not in self._tallies and name not in self._full:
+            if self._fits(x.shape[-1]):
+                self._tallies[name] = Tally(x.shape[-1], x.device)
+            else:
+                self._full.add(name)
+        if name not in self._full:
+            self._tallies[name].add(self._unpadded(x), name, self._batch)
+
+    def _fits(self, k: int) -> bool:
+        taken = sum(tally.gram.nbytes for tally in self._tallies.values())
+        return self._room is None or not self._tallies or taken + 8 * k * k <= self._room
 
     def _leader(self, name: str, x: Tensor) -> str:
         return next((other for other, read in self._reading.items() if read[2] == 1 and _same(read, x)), name)
@@ -117,6 +127,10 @@ class Collector:
     def group(self, name: str) -> str:
         """The layer whose tally is that of ``name``."""
         return self._leaders.get(name, name)
+
+    def postponed(self, name: str) -> bool:
+        """Whether there was no room for what ``name`` reads."""
+        return self.group(name) in self._full
 
     def statistics(self, group: str) -> Statistics | None:
         """The statistics of a group so far; None where nothing reached it."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..calibration.data import Batch
 from ..calibration.nesting import leaves
 from ..layers import Layer
-from ..planning import Plan
+from ..planning import LayerPlan, Plan
 from ..recipe import block_of
 
-__all__ = ["check_budget", "parse_bytes"]
+__all__ = ["Need", "needs", "parse_bytes", "room_for_statistics"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
@@ -27,48 +28,76 @@ def parse_bytes(text: int | str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
-def check_budget(
-    max_memory: int | str | None, model: nn.Module, layers: Sequence[Layer], plan: Plan, batches: Sequence[Batch]
-) -> None:
-    """Raise ``ValueError`` where ``max_memory`` is less than :func:`needed`, and say what takes it."""
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a block takes beside the interpreter while its layers are rounded.
+
+    ``weights``: float ones, and rounded ones beside them; ``matrices``: the Gram matrices of its layers; ``rounding``: what a
+    rounder takes for the largest layer beside these, a matrix [K, K] and two [N, K] in float64; ``batch``: of activations.
+    """
+
+    weights: int
+    matrices: tuple[int, ...]
+    rounding: int
+    batch: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of all but Gram matrices."""
+        return self.weights + self.rounding + self.batch
+
+    def told(self, statistics: int) -> str:
+        """What takes the memory, where Gram matrices take ``statistics`` bytes at a time."""
+        parts = {"weights": self.weights, "statistics": statistics, "one layer's rounding": self.rounding, "a batch": self.batch}
+        return ", ".join(f"{name} {_spelled(size)}" for name, size in parts.items())
+
+
+def room_for_statistics(
+    max_memory: int | str | None, layers: Sequence[Layer], plan: Plan, batches: Sequence[Batch], at_once: bool
+) -> int | None:
+    """Bytes that ``max_memory`` leaves for the statistics of a block; None for any number.
+
+    Raises ``ValueError`` where the largest Gram matrix, or, ``at_once``, all those of a block do not fit, and says what takes
+    the memory.
+    """
     if max_memory is None:
-        return
-    limit = parse_bytes(max_memory)
-    parts = needed(model, layers, plan, batches)
-    total = sum(parts.values())
-    if total > limit:
-        said = ", ".join(f"{name} {_spelled(size)}" for name, size in parts.items())
-        raise ValueError(
-            f"max_memory is {_spelled(limit)}, and the job takes about {_spelled(total)} ({said}): allow more, or smaller batches"
-        )
+        return None
+    limit, room = parse_bytes(max_memory), parse_bytes(max_memory)
+    for need in needs(layers, plan, batches):
+        least = sum(need.matrices) if at_once else max(need.matrices)
+        if need.fixed + least > limit:
+            raise ValueError(
+                f"max_memory is {_spelled(limit)}, and the job takes about {_spelled(need.fixed + least)} ({need.told(least)}): "
+                "allow more, or smaller batches"
+            )
+        room = min(room, limit - need.fixed)
+    return None if at_once else room
 
 
-def needed(model: nn.Module, layers: Sequence[Layer], plan: Plan, batches: Sequence[Batch]) -> dict[str, int]:
-    """Bytes that a job takes beside the interpreter: of its largest block (its weights and statistics, and what a rounder
-    takes for its largest layer: four matrices [K, K] and three [N, K] in float64), and of a batch within it."""
-    blocks: dict[object, list[Layer]] = {}
+def needs(layers: Sequence[Layer], plan: Plan, batches: Sequence[Batch]) -> list[Need]:
+    """What each block takes of which layers are quantized."""
+    blocks: dict[object, list[tuple[LayerPlan, Layer]]] = {}
     for entry, layer in zip(plan.layers, layers, strict=True):
         if layer.kind != "embedding":
-            blocks.setdefault(block_of(entry.name) if entry.target is None or block_of(entry.name) else entry.name, []).append(
-                layer
-            )
-    targets = {entry.name for entry in plan.changed}
-    most: dict[str, int] = {}
+            alone = entry.target is not None and block_of(entry.name) is None
+            blocks.setdefault(entry.name if alone else block_of(entry.name), []).append((entry, layer))
     tokens = max(_tokens(batch) for batch in batches)
+    found = []
     for block in blocks.values():
-        sizes = [(layer.weight.shape[0], layer.weight.shape[1]) for layer in block if layer.name in targets]
-        if not sizes:
-            continue
-        inputs = {(layer.name.rpartition(".")[0], layer.weight.shape[1]) for layer in block if layer.name in targets}
-        found = {
-            "weights": sum(layer.weight.nbytes for layer in block),
-            "statistics": sum(8 * k * k for _, k in inputs),
-            "one layer's rounding": max(8 * (4 * k * k + 3 * n * k) for n, k in sizes),
-            "a batch": 4 * 4 * tokens * max(max(size) for size in sizes),
-        }
-        if sum(found.values()) > sum(most.values()):
-            most = found
-    return most
+        sizes = {entry.name: layer.weight.shape[-2:] for entry, layer in block if entry.target is not None}
+        if sizes:
+            # Layers of one module that read as many channels read the same ones, as a rule.
+            inputs = {(name.rpartition(".")[0], k) for name, (_, k) in sizes.items()}
+            found.append(
+                Need(
+                    weights=sum(layer.weight.nbytes for _, layer in block)
+                    + sum(entry.bytes_after for entry, _ in block if entry.target is not None),
+                    matrices=tuple(8 * k * k for _, k in inputs),
+                    rounding=max(8 * (k * k + 2 * n * k) for n, k in sizes.values()),
+                    batch=4 * 4 * tokens * max(max(size) for size in sizes.values()),
+                )
+            )
+    return found
 
 
 def _tokens(batch: Batch) -> int:

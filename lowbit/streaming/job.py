@@ -28,7 +28,7 @@ from ..planning import Plan
 from ..quantize import blockwise, planned
 from ..recipe import Recipe
 from ..replacement import Progress, Replacement
-from .budget import check_budget
+from .budget import room_for_statistics
 from .residence import OnDisk
 from .source import Source, identity, open_source, opened
 from .workspace import DiskStates, Workspace
@@ -71,9 +71,11 @@ def quantize_folder(
     them; the first writes.
 
     Memory holds the largest block with its statistics, what the rounder takes for one of its layers and one batch; what
-    stands outside of blocks is there only while a batch comes in or, where the recipe names it, is quantized. Raises
-    ``ValueError`` where that is more than ``max_memory``, before any work; for what :func:`lowbit.quantize_` refuses; and
-    for a ``resume`` folder of another job. Raises :class:`~lowbit.CheckpointError` for files that cannot be read.
+    stands outside of blocks is there only while a batch comes in or, where the recipe names it, is quantized. Where that is
+    more than ``max_memory``, batches run through a block several times, for some of its Gram matrices each (in one process
+    and without rewrites). Raises ``ValueError`` where not even one fits beside the rest, before any work; for what
+    :func:`lowbit.quantize_` refuses; and for a ``resume`` folder of another job. Raises :class:`~lowbit.CheckpointError` for
+    files that cannot be read.
     """
     folder, recipe = Path(source), Recipe.of(what)
     if Path(output).exists() and folder.exists() and Path(output).samefile(folder):
@@ -86,7 +88,8 @@ def quantize_folder(
     model.name_or_path = str(folder)  # where its tokenizer is
     carried, layers = planned(model, recipe, None, where or torch.device("cpu"), has_data=True)
     batches = Calibration.of(calibration).batches(model)
-    check_budget(max_memory, model, layers, carried, batches)
+    rewrites = blockwise(recipe)
+    room = room_for_statistics(max_memory, layers, carried, batches, at_once=bool(rewrites) or Ranks().count > 1)
     with opened(folder) as found:
         job = {"model": identity(found), "recipe": recipe.to_dict(), "data": _digest(batches), "device": str(where)}
         with (
@@ -97,7 +100,7 @@ def quantize_folder(
             residence = OnDisk(model, files, workspace, where)
             replacement = Replacement(model, carried.layers, layers, where, False, progress, residence.trim)
             states = DiskStates(workspace.folder)
-            calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, states, blockwise(recipe))
+            calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, states, rewrites, room)
             calibrator.run()
             if Ranks().rank == 0:
                 finished = Inventory(model, partial(_tensor, model, files, workspace))
