@@ -294,10 +294,8 @@ class Folding:
             made = PreparedLinear(weight, module._parameters.get("bias"), transform).train(module.training)
             replace_module(self._model, self._paths(module), made)
         for orders in sorted({str(rotation) for rotation in self._online.values()}):
-            rotation = next(rotation for rotation in self._online.values() if str(rotation) == orders)
             count = sum(str(rotation) == orders for rotation in self._online.values())
-            kind = "Hadamard" if rotation.is_hadamard else "Hadamard and a random orthogonal"
-            yield f"{count} down projections turn what they read, as it comes, by {kind} matrices {orders}"
+            yield f"{count} down projections turn what they read, as it comes, by {orders}"
 
     def _paths(self, module: nn.Module) -> tuple[str, ...]:
         return tuple(name for name, found in self._model.named_modules(remove_duplicate=False) if found is module)

@@ -163,7 +163,8 @@ class Rotation:
         return Hadamard([factor.float() for factor in self.factors], self.scale)
 
     def __str__(self) -> str:
-        return " x ".join(str(len(factor)) for factor in self.factors) or "1"
+        orders = " x ".join(str(len(factor)) for factor in self.factors) or "1"
+        return f"Hadamard matrices {orders}" if self.is_hadamard else f"orthogonal matrices {orders}, the last a random one"
 
 
 def _haar(n: int, draw: torch.Generator) -> Tensor:

@@ -42,7 +42,8 @@ def rotation(model: nn.Module, batches: Sequence[Batch], *, online: bool = False
 
     Weights are rotated in float64 and rounded to their dtype. Where the gain of the last norm is not 1 a tied head gets a
     weight of its own; where a norm has a bias, readers without one get one. Raises ``ValueError``, and leaves the model as it
-    is, where it is not a stream of additions that norms and layers read, or where its output would be another.
+    is, where it is not a stream of additions that norms and layers read, or where its output would be another. Takes the
+    memory of the model in float32 while it looks for that stream.
     """
     # Calibration knows recipes, and recipes know this.
     from ..calibration.blocks import call
@@ -61,21 +62,18 @@ def rotation(model: nn.Module, batches: Sequence[Batch], *, online: bool = False
     device = next((parameter.device for parameter in model.parameters()), None)
     with torch.inference_mode(False), torch.no_grad(), evaluating(model):
         with _widened(model):
-            stream = find_stream(model, batch)
+            stream = find_stream(model, batch, device)
             turn = Rotation.of(stream.width, seed)
             reference = outputs(call(model, batch, device))
             check_outputs(model, batch, device, stream, turn, reference)
             folding = Folding(model, stream, turn, online)
         notes = folding.carry_out()
         worst = distance(reference, outputs(call(model, batch, device)))
-    count = len(stream.norms), len(stream.readers), len(stream.writers)
-    head = f"{stream.width} channels of the residual stream are turned by Hadamard matrices {turn}"
-    if not turn.is_hadamard:
-        head = f"{stream.width} channels of the residual stream are turned by orthogonal matrices {turn}, the last a random one"
-    return [
-        f"{head}: {count[0]} norms, {count[1]} readers, {count[2]} writers; outputs differ by {worst:.1e} of the largest",
-        *notes,
-    ]
+    head = (
+        f"{stream.width} channels of the residual stream are turned by {turn}: {len(stream.norms)} norms, "
+        f"{len(stream.readers)} readers, {len(stream.writers)} writers; outputs differ by {worst:.1e} of the largest"
+    )
+    return [head, *notes]
 
 
 def _probe(model: nn.Module, batches: Sequence[Batch]) -> Batch:

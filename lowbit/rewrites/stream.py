@@ -82,14 +82,14 @@ class _Reading:
     origins: dict[Output, _Origin]
 
 
-def find_stream(model: nn.Module, batch: Batch) -> Stream:
-    """The residual stream of ``model`` as a run on ``batch`` shows it.
+def find_stream(model: nn.Module, batch: Batch, device: torch.device | None = None) -> Stream:
+    """The residual stream of ``model`` as a run on ``batch``, moved to ``device``, shows it.
 
     Raises ``ValueError`` that names a module where there is none, or one that no rotation can pass.
     """
     trace = _Trace(model)
     with trace.listening(), torch.inference_mode(False), torch.enable_grad():
-        output = call(model, batch)
+        output = call(model, batch, device)
         ends = [trace.origins(leaf) for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return _judged(trace, ends)
 
