@@ -64,7 +64,9 @@ def way_of(module: nn.Module, call: Callable[[], Tensor], output: Tensor) -> str
     exponent = torch.arange(channels(module), device=output.device) % 4
     factor = torch.exp2(exponent.double())
     wanted = output.double() * factor
-    room = 4 * torch.finfo(module.weight.dtype).eps * wanted.abs()  # type: ignore[arg-type]
+    dtype: torch.dtype = module.weight.dtype  # type: ignore[assignment]
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)  # a norm computes in float32, whatever its weight is
+    room = 4 * eps * wanted.abs()
     for name, way in WAYS.items():
         if (name == "rows") != (layer_kind(module) is not None):
             continue

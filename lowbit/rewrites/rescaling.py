@@ -153,6 +153,7 @@ class Rescaler:
             if job.source is None:
                 divisor = self._prepare([at[name] for name in job.readers], divisor)
             else:
+                divisor = torch.where(job.source.reached, divisor, 1.0)
                 divisor = absorb(scope[into], job.source.way, divisor, wide=self._wide and into in at)
                 self.changed.append(scope[into])
             for name, channels in job.readers.items():
