@@ -165,11 +165,11 @@ INSERTED: dict[str, type[Inserted]] = {found.kind: found for found in (Hadamard,
 def kronecker(x: Tensor, factors: list[Tensor], scale: float) -> Tensor:
     """``x`` [..., n] times the Kronecker product of ``factors`` [n_i, n_i], over ``scale``: one small product for each."""
     shape = x.shape
-    after, rows = shape[-1], shape[:-1].numel()
-    for factor in factors:
+    rows, n = shape[:-1].numel(), shape[-1]
+    x = x.reshape(rows, n)
+    for factor in reversed(factors):
         order = len(factor)
-        x = x.reshape(rows, shape[-1] // after, order, after // order)
-        after //= order
-        # The last axis needs no transposition, and the others are products from the left.
-        x = x.squeeze(-1) @ factor if after == 1 else factor.T @ x
+        y = x.reshape(rows * (n // order), order) @ factor
+        # The axis that is done goes to the front, so that the next one is the last; all done, they stand as they stood.
+        x = y.reshape(rows, n // order, order).transpose(1, 2).reshape(rows, n)
     return x.reshape(shape) / scale
