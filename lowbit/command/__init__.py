@@ -1,5 +1,5 @@
 """The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``sensitivity``, ``allocate``,
-``eval``, ``report``, ``bench``, ``env``, ``formats``.
+``doctor``, ``eval``, ``report``, ``bench``, ``env``, ``formats``.
 
 Results go to stdout (with ``--json`` nothing but JSON), everything else to stderr. Exit codes: 0 for success, 1 for work
 that failed or whose output nobody read to the end, 2 for a command line that makes no sense, 130 for an interrupt.
@@ -19,6 +19,7 @@ import typer
 from .benchmark import bench
 from .console import say, silence
 from .demonstration import demo
+from .diagnosing import doctor
 from .evaluation import evaluate
 from .inspection import inspect
 from .listings import env, formats
@@ -39,6 +40,7 @@ for name, function in (
     ("inspect", inspect),
     ("sensitivity", sensitivity),
     ("allocate", allocate),
+    ("doctor", doctor),
     ("eval", evaluate),
     ("report", report),
     ("env", env),

@@ -1,0 +1,146 @@
+"""The examination of a quantized model: weights first, then runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calibration.blocks import children
+from ..calibration.data import Calibration
+from ..calibration.modes import evaluating
+from ..layers import Layer, find_layers
+from ..recipe import block_counts
+from ..tensor import QTensor
+from ..weight import QuantizedModule
+from .report import Diagnosis, Finding, LayerFigures
+from .runs import Overflow, Pair, Runs
+from .structure import biases, matched, parameters, ties
+from .weights import WeightFigures, examined
+
+__all__ = ["doctor"]
+
+_WORSE = 6.0  # dB below rounding to nearest: no method is as bad on a layer's own inputs
+_WORSE_STATIC = 12.0  # where one scale for all inputs was found on other data
+_ARITHMETIC = 25.0  # dB: bf16 keeps about 50
+Progress = Callable[[str, int, int], None]
+
+
+def doctor(
+    quantized: nn.Module, original: nn.Module, data: Any = None, *, compared: int = 4, progress: Progress | None = None
+) -> Diagnosis:
+    """Tell what a method lost from what is broken: the ``quantized`` model beside the ``original`` float one.
+
+    Each weight is compared with the float one and with that rounded to nearest under the same scheme, as a whole and group
+    by group; where it is far off, mistakes that happen are undone one at a time (nibbles in the other order, zero points off
+    by one, scales transposed, rows permuted, ...) until one explains it. Biases, ties and all that is not quantized are compared
+    too. With data both models run: each layer is given the float model's inputs, so that its own error stands beside what
+    rounding to nearest gives, and the error that has come together in the model beside that.
+
+    Args:
+        data: as ``calibration`` of :func:`lowbit.quantize_`; None to look at the weights alone.
+        compared: batches of it, taken evenly from all of them.
+        progress: called with (what is being done, done, in all).
+
+    Both models stay as they are. Where a rewrite came before the rounding, ``original`` is the float model behind the rewrite.
+    Raises ``ValueError`` for models that are not two versions of one, and for a float model that gives NaN on the data.
+    """
+    if type(compared) is not int or compared < 1:
+        raise ValueError(f"compared must be a number of batches from 1 on, got {compared!r}")
+    layers = matched(quantized, original)
+    batches = [] if data is None else Calibration.of(data).batches(original)
+    chosen = torch.linspace(0, len(batches) - 1, min(compared, len(batches)), dtype=torch.float64).round().long().tolist()
+    total = len(layers) + len(chosen)
+    weights: list[WeightFigures] = []
+    pairs: list[Pair] = []
+    for layer, was in layers:
+        if progress is not None:
+            progress(f"weight of {layer.name}", len(weights), total)
+        weight, before = layer.weight, was.weight.detach()
+        assert isinstance(weight, QTensor)
+        assert isinstance(layer.module, QuantizedModule)
+        fresh = QTensor.quantize(before.to(weight.device, torch.float32), weight.scheme)
+        weights.append(examined(layer.name, weight, before, fresh))
+        pairs.append(Pair(layer.name, was.module, layer.module, fresh, weights[-1].mended))
+    runs = Runs(original, quantized, pairs, _blocks(original))
+    with evaluating(original), evaluating(quantized):
+        for i, number in enumerate(chosen):
+            if progress is not None:
+                progress("running both models", len(layers) + i, total)
+            runs.add(batches[number])
+    changed = list(parameters(quantized, original))
+    findings = [*biases([*layers]), *ties(quantized, original), *changed]
+    if runs.overflow is not None:
+        findings.append(_overflow(runs.overflow))
+    known = {finding.layer for finding in findings if finding.kind != "parameter"}
+    for figures, pair in zip(weights, pairs, strict=True):
+        found = [finding for finding in figures.findings if finding.kind not in _doubtful(pair, bool(changed))]
+        findings += found
+        if not found and not changed and pair.name not in known and (bad := _outputs(pair)) is not None:
+            findings.append(bad)
+    blocks = tuple((name, ratio.decibels) for name, ratio in runs.blocks.items() if ratio.decibels is not None)
+    figures_of = tuple(_figures(layer, weight, pair) for (layer, _), weight, pair in zip(layers, weights, pairs, strict=True))
+    return Diagnosis(figures_of, tuple(findings), blocks, runs.kl, runs.agreement)
+
+
+def _doubtful(pair: Pair, rewritten: bool) -> tuple[str, ...]:
+    """Kinds of findings on a weight that are none: all that compare it with another, in a model that was rewritten; and groups
+    that a method moved far on purpose, which data tells from mistakes, since putting them right makes the outputs worse."""
+    if rewritten:
+        return "codes", "scale", "zero point"
+    own, mended = pair.own.decibels, pair.mended.decibels
+    return ("scale", "zero point") if own is not None and mended is not None and mended < own else ()
+
+
+def _blocks(model: nn.Module) -> Sequence[str]:
+    stacks = block_counts(name for layer in find_layers(model) for name in layer.names)
+    return [path for name in stacks for path in children(model, name)]
+
+
+def _overflow(found: Overflow) -> Finding:
+    top = torch.finfo(found.dtype).max
+    dtype = str(found.dtype).removeprefix("torch.")
+    reach = f"the float model's reach {found.largest:.3g}"
+    reach += f", and {dtype} ends at {top:.5g}" if found.largest > top else f", which {dtype} can hold"
+    return Finding(
+        "overflow", found.name,
+        f"{found.bad:,} of {found.total:,} of its outputs are NaN or infinite in the quantized model, where {reach}",
+        "Run it in bfloat16 or float32" if found.largest > top else "Look at its inputs and at its scales",
+    )  # fmt: skip
+
+
+def _outputs(pair: Pair) -> Finding | None:
+    own, expected, arithmetic = pair.own.decibels, pair.expected.decibels, pair.arithmetic.decibels
+    if arithmetic is not None and arithmetic < _ARITHMETIC:
+        return Finding(
+            "arithmetic", pair.name,
+            f"its outputs are not the product of its inputs and the numbers that its weight stands for ({arithmetic:.1f} dB)",
+            "A kernel is wrong, or memory was overwritten: lowbit.explain says which one ran",
+        )  # fmt: skip
+    if own is None or expected is None or own == math.inf:
+        return None
+    static = getattr(pair.quantized, "input_scale", None) is not None
+    if own < expected - (_WORSE_STATIC if static else _WORSE):
+        return Finding(
+            "outputs", pair.name,
+            f"its outputs on the float model's inputs stand at {own:.1f} dB, where rounding to nearest gives {expected:.1f}",
+            "Look at its weight" + (" and at the scale of its inputs, which calibration found" if static else ""),
+        )  # fmt: skip
+    return None
+
+
+def _figures(layer: Layer, weight: WeightFigures, pair: Pair) -> LayerFigures:
+    n, k = layer.weight.shape
+    assert isinstance(layer.weight, QTensor)
+    outlier = channel = dead = None
+    if pair.absmax is not None and pair.absmax.numel():
+        dead = int((pair.absmax == 0).sum())
+        middle, top = float(pair.absmax.median()), float(pair.absmax.max())
+        outlier, channel = (top / middle, int(pair.absmax.argmax())) if middle > 0 else (None, None)
+    return LayerFigures(
+        layer.name, str(layer.weight.scheme), (int(n), int(k)), weight.weight_db, weight.expected_db, weight.zero_groups,
+        weight.clipped, pair.own.decibels, pair.expected.decibels, pair.within.decibels, outlier, channel, dead, pair.rows,
+    )  # fmt: skip

@@ -1,0 +1,162 @@
+"""What an examination finds: figures of each layer, findings, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from .decibels import spelled
+
+__all__ = ["Diagnosis", "Finding", "LayerFigures"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that no method does, and what to do about it.
+
+    Attributes:
+        kind: ``"bias"``, ``"scale"``, ``"zero point"``, ``"zero groups"``, ``"codes"``, ``"arithmetic"``, ``"outputs"``,
+            ``"overflow"``,
+            ``"tie"`` or ``"parameter"``.
+        layer: where.
+        what: what is wrong, with the figures that say so.
+        remedy: what to look at.
+    """
+
+    kind: str
+    layer: str
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.what}. {self.remedy}"
+
+
+@dataclass(frozen=True)
+class LayerFigures:
+    """One quantized layer. Signal over noise is in dB; what needs data is None without it.
+
+    Attributes:
+        weight_db: of its weight, against the float one.
+        expected_db: of the float weight rounded to nearest under the same scheme. Methods that look at data may lie below it
+            here, and above it in ``output_db``.
+        output_db: of its outputs on the float model's own inputs: this layer's error alone.
+        expected_output_db: of the same with the float weight rounded to nearest.
+        model_db: of its outputs in the quantized model: the errors of all layers before it as well.
+        zero_groups: groups that mean zeros, where the float weight's are not zeros.
+        clipped: the share of weights that lie beyond the numbers that their group can stand for, by half a step or more.
+        outlier: the largest input of any channel over the median of the largest of all channels.
+        outlier_channel: which channel that is.
+        dead_channels: input channels that were 0 in every row.
+        rows: rows of inputs that were looked at.
+    """
+
+    name: str
+    scheme: str
+    shape: tuple[int, int]
+    weight_db: float
+    expected_db: float
+    zero_groups: int
+    clipped: float
+    output_db: float | None = None
+    expected_output_db: float | None = None
+    model_db: float | None = None
+    outlier: float | None = None
+    outlier_channel: int | None = None
+    dead_channels: int | None = None
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What :func:`lowbit.doctor` found.
+
+    Attributes:
+        layers: the figures of each quantized layer.
+        findings: what is broken; empty for a clean bill.
+        blocks: signal over noise of the outputs of each block in the quantized model, in dB, in the order in which they run.
+        kl: the mean of KL(float || quantized) in nats a token; None without data, and for a model without logits.
+        agreement: the share of tokens for which both models hold the same next one the likeliest.
+    """
+
+    layers: tuple[LayerFigures, ...]
+    findings: tuple[Finding, ...]
+    blocks: tuple[tuple[str, float], ...] = ()
+    kl: float | None = None
+    agreement: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """``"bug"`` where something is broken, else ``"clean"``: what was lost is then the method's."""
+        return "bug" if self.findings else "clean"
+
+    @property
+    def jump(self) -> tuple[str, float] | None:
+        """The block at which the error grows most, and by how many dB; None with fewer than two blocks."""
+        steps = [(name, before - after) for (_, before), (name, after) in pairwise(self.blocks) if math.isfinite(before)]
+        return max(steps, key=lambda step: step[1], default=None)
+
+    @property
+    def worst(self) -> tuple[LayerFigures, ...]:
+        """The three layers that err most: in their outputs where there is data, else in their weights."""
+        return tuple(sorted(self.layers, key=lambda f: f.weight_db if f.output_db is None else f.output_db)[:3])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; None for decibels that are not finite."""
+
+        def finite(value: Any) -> Any:
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        return {
+            "verdict": self.verdict,
+            "summary": self.summary,
+            "kl": finite(self.kl),
+            "agreement": self.agreement,
+            "findings": [asdict(finding) for finding in self.findings],
+            "blocks": [{"name": name, "model_db": finite(value)} for name, value in self.blocks],
+            "layers": [{name: finite(value) for name, value in asdict(layer).items()} for layer in self.layers],
+        }
+
+    @property
+    def summary(self) -> str:
+        """The verdict in a sentence or two."""
+        lost = "" if self.kl is None else f" (KL {self.kl:.4f} nats, {100 * (self.agreement or 0):.1f} % the same next token)"
+        if self.findings:
+            count = len(self.findings)
+            return f"a bug: {count} thing{'s are' if count > 1 else ' is'} broken that no method breaks{lost}."
+        names = ", ".join(f"{f.name} ({spelled(f.weight_db if f.output_db is None else f.output_db)} dB)" for f in self.worst)
+        lag = [
+            f.output_db - f.expected_output_db
+            for f in self.layers
+            if f.output_db is not None and f.expected_output_db is not None
+        ]
+        lag = [value for value in lag if math.isfinite(value)]
+        beside = f"; against rounding to nearest its outputs stand at {min(lag):+.1f} to {max(lag):+.1f} dB" if lag else ""
+        return (
+            f"clean: every layer errs as its scheme makes it, and what was lost is the method's{lost}{beside}. "
+            f"Most is lost in {names}."
+        )
+
+    def __str__(self) -> str:
+        width = max(len(layer.name) for layer in self.layers)
+        data = any(layer.rows for layer in self.layers)
+        head = f"{'layer':{width}}  weight dB (expected)"
+        head += "  outputs dB (expected)  in the model  outliers  dead" if data else ""
+        lines = [f"{head}  clipped %  zero groups"]
+        for f in self.layers:
+            line = f"{f.name:{width}}  {_pair(f.weight_db, f.expected_db):>20}"
+            if data:
+                outlier = "" if f.outlier is None else f"{f.outlier:.0f}x"
+                dead = "no data" if f.dead_channels is None else str(f.dead_channels)
+                line += f"  {_pair(f.output_db, f.expected_output_db):>21}  {spelled(f.model_db):>12}  {outlier:>8}  {dead:>4}"
+            lines.append(f"{line}  {100 * f.clipped:>9.2f}  {f.zero_groups:>11}")
+        if self.jump is not None:
+            lines.append(f"the error grows most in {self.jump[0]}: {self.jump[1]:.1f} dB")
+        lines += [str(finding) for finding in self.findings]
+        return "\n".join([*lines, f"verdict: {self.summary}"])
+
+
+def _pair(value: float | None, expected: float | None) -> str:
+    return "" if value is None else f"{spelled(value)} ({spelled(expected)})"

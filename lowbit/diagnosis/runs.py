@@ -1,0 +1,205 @@
+"""Both models run on the same data: each layer's own error, what it comes to in the model, and where numbers overflow."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from ..calibration.blocks import call
+from ..calibration.data import Batch
+from ..calibration.nesting import leaves
+from ..linear import QLinear
+from ..mixing.logits import logits_of
+from ..tensor import QTensor
+from ..weight import QuantizedModule
+from .decibels import Ratio
+
+__all__ = ["Overflow", "Pair", "Runs"]
+
+_ROWS = 256  # of each layer's inputs in a batch, evenly: enough for decibels
+
+
+class Pair:
+    """A layer of the float model and the quantized one in its place, and what runs show of the two.
+
+    ``own``: its error on the float model's inputs; ``expected``: that of ``fresh``, the float weight rounded to nearest;
+    ``within``: its error in the quantized model; ``arithmetic``: that of its kernel, against the numbers that its weight stands
+    for; ``mended``: its error with the weight of this name [N, K], where one was given.
+    """
+
+    def __init__(self, name: str, original: nn.Module, quantized: QuantizedModule, fresh: QTensor, weight: Tensor | None) -> None:
+        self.name, self.original, self.quantized, self.fresh = name, original, quantized, fresh
+        self.own, self.expected, self.within, self.arithmetic = Ratio(), Ratio(), Ratio(), Ratio()
+        self.mended, self._weight = Ratio(), weight
+        self.absmax: Tensor | None = None
+        self.rows = 0
+
+    @torch.no_grad()
+    def compare(self, x: Tensor, wanted: Tensor) -> None:
+        """Rows of inputs of the float layer, and what it made of them."""
+        self.rows += len(x)
+        module, dtype = self.quantized, self.quantized.weight_dtype
+        given = x.to(module.packed.device)
+        given = given.to(dtype) if given.is_floating_point() else given
+        got, wanted = module(given).float(), wanted.to(module.packed.device).float()
+        self.own.add(wanted, got)
+        if not given.is_floating_point():
+            self.expected.add(wanted, embedding(given, self.fresh.dequantize(torch.float32)))
+            return
+        largest = x.abs().amax(0).float().cpu()
+        self.absmax = largest if self.absmax is None else torch.maximum(self.absmax, largest)
+        bias, was = getattr(module, "bias", None), getattr(self.original, "bias", None)
+        if self._weight is not None:
+            self.mended.add(wanted, linear(given.float(), self._weight, _wide(was, given.float())))
+        if self.activation is None:
+            wide = given.float()
+            self.expected.add(wanted, linear(wide, self.fresh.dequantize(torch.float32), _wide(was, wide)))
+            if bool(torch.isfinite(got).all()):
+                self.arithmetic.add(linear(wide, module.weight.dequantize(torch.float32), _wide(bias, wide)), got)
+            return
+        static = getattr(module, "input_scale", None)
+        if static is not None:
+            static = (self.absmax.max() / self.activation.fmt.symmetric_max).to(static)
+        kept = None if was is None else nn.Parameter(was.detach().to(given), requires_grad=False)
+        self.expected.add(wanted, QLinear(self.fresh, kept, self.activation, static)(given).float())
+
+    @property
+    def activation(self) -> Any:
+        """The scheme that inputs are rounded to, or None."""
+        return getattr(self.quantized, "activation", None)
+
+
+class Overflow(NamedTuple):
+    """The first module of the quantized model whose outputs are not finite: how many of how many are bad, their dtype, and
+    the largest that the float model has there."""
+
+    name: str
+    bad: int
+    total: int
+    dtype: torch.dtype
+    largest: float
+
+
+class Runs:
+    """Runs of both models on the same batches, with ``pairs`` of layers and the ``blocks`` listened to.
+
+    After :meth:`add`: ``blocks``, the error of what each gives in the quantized model; ``overflow``; ``kl``, ``agreement`` and
+    ``tokens``, for models with logits.
+    """
+
+    def __init__(self, original: nn.Module, quantized: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str]) -> None:
+        self._original, self._quantized, self._pairs = original, quantized, pairs
+        self.blocks: dict[str, Ratio] = {name: Ratio() for name in blocks}
+        self.overflow: Overflow | None = None
+        self._kl = self._agreed = 0.0
+        self.tokens = 0
+
+    @torch.no_grad()
+    def add(self, batch: Batch) -> None:
+        """One batch more. Raises ``ValueError`` where the float model gives NaN or infinity."""
+        kept: dict[str, list[Tensor]] = {}
+        largest: dict[str, float] = {}
+        with _listening(self._original, self._first(kept, largest)):
+            wanted = call(self._original, batch, _device(self._original))
+        final = _first_tensor(wanted)
+        if final is not None and not bool(torch.isfinite(final).all()):
+            raise ValueError("the float model gives NaN or infinity on this data: look at it before its quantized version")
+        with _listening(self._quantized, self._second(kept, largest)):
+            got = call(self._quantized, batch, _device(self._quantized))
+        with contextlib.suppress(ValueError):  # no logits
+            self._compare(logits_of(wanted), logits_of(got), batch)
+
+    def _first(self, kept: dict[str, list[Tensor]], largest: dict[str, float]) -> _Hear:
+        pairs = {id(pair.original): pair for pair in self._pairs}
+
+        def hear(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            found = _first_tensor(output)
+            if found is None or not found.is_floating_point():
+                return
+            largest[name] = max(largest.get(name, 0.0), float(found.abs().max()) if found.numel() else 0.0)
+            pair = pairs.get(id(module))
+            if pair is None and name not in self.blocks:
+                return
+            rows = _rows(found, found.shape[-1])
+            kept.setdefault(name if pair is None else pair.name, []).append(rows.float().cpu())
+            if pair is not None and args and isinstance(args[0], Tensor):
+                x = args[0]
+                pair.compare(_rows(x, x.shape[-1] if x.is_floating_point() else 1), rows)
+
+        return hear
+
+    def _second(self, kept: dict[str, list[Tensor]], largest: Mapping[str, float]) -> _Hear:
+        pairs = {id(pair.quantized): pair for pair in self._pairs}
+
+        def hear(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            found = _first_tensor(output)
+            if found is None or not found.is_floating_point():
+                return
+            if self.overflow is None and math.isfinite(largest.get(name, math.nan)):
+                count = int((~torch.isfinite(found)).sum())
+                if count:
+                    self.overflow = Overflow(name, count, found.numel(), found.dtype, largest[name])
+            pair = pairs.get(id(module))
+            ratio = self.blocks.get(name) if pair is None else pair.within
+            waiting = kept.get(name if pair is None else pair.name)
+            if ratio is not None and waiting:
+                ratio.add(waiting.pop(0), _rows(found, found.shape[-1]).cpu())
+
+        return hear
+
+    def _compare(self, wanted: Tensor, got: Tensor, batch: Batch) -> None:
+        width = wanted.shape[-1]
+        x, y = _rows(wanted, width, 4 * _ROWS).float(), _rows(got, width, 4 * _ROWS).float().to(wanted.device)
+        p, q = x.log_softmax(-1), y.log_softmax(-1)
+        self._kl += float((p.exp() * (p - q)).sum(-1, dtype=torch.float64).sum())
+        self._agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
+        self.tokens += len(x)
+
+    @property
+    def kl(self) -> float | None:
+        return self._kl / self.tokens if self.tokens else None
+
+    @property
+    def agreement(self) -> float | None:
+        return self._agreed / self.tokens if self.tokens else None
+
+
+_Hear = Callable[[str, nn.Module, Any, Any], None]
+
+
+@contextlib.contextmanager
+def _listening(model: nn.Module, hear: _Hear) -> Iterator[None]:
+    """Within the block ``hear`` is told of every module that ran: its name, itself, what it was given and what it gave."""
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args, output: hear(name, module, args, output)
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(hook(name)).remove)
+        yield
+
+
+def _rows(x: Tensor, width: int, most: int = _ROWS) -> Tensor:
+    """Some rows of ``x``, evenly; single numbers where ``width`` is 1 (indices)."""
+    rows = x.detach().reshape(-1) if width == 1 and not x.is_floating_point() else x.detach().reshape(-1, width)
+    places = torch.linspace(0, len(rows) - 1, min(len(rows), most), dtype=torch.float64).round().long()
+    return rows[places.to(rows.device)]
+
+
+def _wide(bias: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if bias is None else bias.detach().to(like)
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    return next((leaf for leaf in leaves(output) if isinstance(leaf, Tensor)), None)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

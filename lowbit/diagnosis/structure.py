@@ -1,0 +1,105 @@
+"""What a quantized model has to share with its float one beside the quantized weights: layers, biases, ties, all else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Layer, find_layers, tied_groups
+from ..weight import QuantizedModule
+from .report import Finding
+
+__all__ = ["biases", "matched", "parameters", "ties"]
+
+
+def matched(quantized: nn.Module, original: nn.Module) -> list[tuple[Layer, Layer]]:
+    """The quantized layers, each with that of the float model in the same place; of those that share a weight all.
+
+    Raises ``ValueError`` for models that are not two versions of one, and where nothing is quantized.
+    """
+    there = {name: layer for layer in find_layers(original) for name in layer.names}
+    found = []
+    for layer in find_layers(quantized):
+        if not isinstance(layer.module, QuantizedModule):
+            continue
+        was = next((there[name] for name in layer.names if name in there), None)
+        if was is None:
+            raise ValueError(f"{layer.name} is in the quantized model alone: give the model that it was quantized from")
+        if isinstance(was.module, QuantizedModule):
+            raise ValueError(f"{layer.name} is quantized in both models: the second one has to be the float model")
+        if was.weight.shape != layer.weight.shape:
+            shapes = f"{tuple(layer.weight.shape)} and {tuple(was.weight.shape)}"
+            raise ValueError(f"{layer.name} is {shapes} in the two models: give the model that it was quantized from")
+        found.append((layer, was))
+    if not found:
+        raise ValueError("no layer of the first model is quantized: give the quantized model first, then the float one")
+    return found
+
+
+def biases(pairs: list[tuple[Layer, Layer]]) -> Iterator[Finding]:
+    """Biases that were dropped or changed."""
+    for layer, was in pairs:
+        before, after = getattr(was.module, "bias", None), getattr(layer.module, "bias", None)
+        if isinstance(before, Tensor) and not isinstance(after, Tensor):
+            size = float(before.detach().abs().max())
+            what = f"its bias was dropped (the float layer's reaches {size:.3g})"
+        elif isinstance(after, Tensor) and not isinstance(before, Tensor):
+            what = "it has a bias, and the float layer has none"
+        elif isinstance(before, Tensor) and isinstance(after, Tensor) and not _same(before, after):
+            off = float((after.detach().float().cpu() - before.detach().float().cpu()).abs().max())
+            what = f"its bias is another one (off by up to {off:.3g})"
+        else:
+            continue
+        yield Finding("bias", layer.name, what, "Copy the float layer's bias as it is: biases are not quantized")
+
+
+def ties(quantized: nn.Module, original: nn.Module) -> Iterator[Finding]:
+    """Layers that shared a weight and do not any more."""
+    layers, after = find_layers(original), {name: layer for layer in find_layers(quantized) for name in layer.names}
+    for group in tied_groups(layers):
+        names = [layers[i].name for i in group]
+        held = {id(_held(after[name])) for name in names if name in after}
+        if len(held) > 1:
+            yield Finding(
+                "tie", names[-1],
+                f"it was tied to {names[0]} and is not any more: the weight is stored twice, and can become two weights",
+                "Quantize both by one target with quantize_, or tie them again",
+            )  # fmt: skip
+
+
+def parameters(quantized: nn.Module, original: nn.Module) -> Iterator[Finding]:
+    """Tensors outside of quantized layers that are not those of the float model."""
+    inside = {name for name, module in quantized.named_modules(remove_duplicate=False) if isinstance(module, QuantizedModule)}
+    before = dict(original.named_parameters(remove_duplicate=False)) | dict(original.named_buffers(remove_duplicate=False))
+    after = dict(quantized.named_parameters(remove_duplicate=False)) | dict(quantized.named_buffers(remove_duplicate=False))
+    kept = {name: value for name, value in after.items() if name.rpartition(".")[0] not in inside}
+    other = [name for name, value in kept.items() if name in before and not _same(before[name], value)]
+    if other:
+        more = f", and so are {len(other) - 1} more" if other[1:] else ""
+        yield Finding(
+            "parameter", other[0].rpartition(".")[0] or other[0],
+            f"{other[0]} is not quantized and is not what it is in the float model{more}",
+            "Where a rewrite changed the model on purpose (scales of channels, a rotation), give the float model behind it as "
+            "the original; else look at what loaded it",
+        )  # fmt: skip
+
+
+def _held(layer: Layer) -> Tensor | None:
+    parameters = layer.module._parameters
+    return parameters.get("packed" if isinstance(layer.module, QuantizedModule) else layer.attribute)
+
+
+def _same(before: Tensor, after: Tensor) -> bool:
+    """Whether the two are equal but for being stored in another dtype."""
+    if before.shape != after.shape:
+        return False
+    a, b = before.detach().cpu(), after.detach().cpu()
+    if not a.is_floating_point() or not b.is_floating_point():
+        return torch.equal(a, b)
+    steps = [torch.finfo(tensor.dtype).eps for tensor in (a, b)]
+    if a.dtype == b.dtype:
+        return torch.equal(a, b)
+    a, b = a.double(), b.double()
+    return bool(((a - b).abs() <= max(steps) * a.abs() + torch.finfo(torch.float16).tiny).all())

@@ -1,0 +1,180 @@
+"""The weight of one layer beside the float one: its noise, group by group, and what is broken in it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..grid import Scales, grouped, scale_values
+from ..tensor import QTensor
+from .decibels import decibels
+from .report import Finding
+from .suspects import explained
+
+__all__ = ["WeightFigures", "examined"]
+
+_WORSE = 4.0  # times the noise that it should have (6 dB), from where on a group or a weight is looked into
+_OFF = 1.5  # times the right scale, from where on one is told from rounding
+_EXPLAINS = 0.8  # of a group's noise that the right scale has to take away, or the right zero point
+_STEPS = 1.5  # of the grid, by which all of a group are off where its zero point is wrong
+_FEW = 8  # weights of a group that tell too little: methods that look at data move them far
+_FAR = 12.0  # dB below what the scheme gives: no rounding of this weight, whatever the method
+
+
+class WeightFigures(NamedTuple):
+    """Fields as in :class:`~lowbit.diagnosis.report.LayerFigures`; ``unexplained``: that its noise is far from what the scheme
+    gives, and nothing known explains it; ``mended``: the weight, float32, with the scales and zero points put right that the
+    findings call wrong, where they do: data can tell whether it gives better outputs."""
+
+    weight_db: float
+    expected_db: float
+    zero_groups: int
+    clipped: float
+    findings: tuple[Finding, ...]
+    unexplained: bool
+    mended: Tensor | None = None
+
+
+def examined(name: str, weight: QTensor, before: Tensor, fresh: QTensor) -> WeightFigures:
+    """Compare the ``weight`` [N, K] with the float one ``before``, and with that rounded to nearest, ``fresh``."""
+    weight, fresh = weight.canonical(), fresh.canonical()
+    before = before.to(weight.device, torch.float32)
+    dense = weight.dequantize(torch.float32)
+    if not bool(torch.isfinite(dense).all()):
+        count = int((~torch.isfinite(dense)).sum())
+        bad = Finding(
+            "overflow", name, f"{count:,} of {dense.numel():,} weights are NaN or infinite as stored",
+            f"Scales in {weight.scheme.scale} overflowed, or the file is damaged: quantize with scale='bf16' or 'fp32'",
+        )  # fmt: skip
+        return WeightFigures(-math.inf, _db(before, fresh.dequantize(torch.float32)), 0, 0.0, (bad,), False)
+    rounded = fresh.dequantize(torch.float32)
+    weight_db, expected_db = _db(before, dense), _db(before, rounded)
+    groups = _Groups(weight, before, dense, rounded)
+    findings, mended = groups.findings(name)
+    unexplained = False
+    if groups.median_db < groups.expected_median_db - 10 * math.log10(_WORSE):
+        # Not a few groups: something that went wrong with the whole.
+        found = explained(weight, before, lambda candidate: _db(before, candidate), expected_db - 10 * math.log10(_WORSE))
+        if found is not None:
+            mended = None
+            findings = [
+                Finding(
+                    "codes", name,
+                    f"{found[0]}: undoing that brings its weight from {weight_db:.1f} to {found[1]:.1f} dB, where rounding to "
+                    f"nearest gives {expected_db:.1f}",
+                    "Look at what packed, converted or loaded this weight",
+                )
+            ]  # fmt: skip
+        else:
+            unexplained = weight_db < expected_db - 10 * math.log10(_WORSE)
+            if weight_db < expected_db - _FAR and weight_db < 1:
+                findings.append(_strange(name, weight_db, expected_db))
+                unexplained = False
+    return WeightFigures(weight_db, expected_db, groups.zeros, _clipped(weight, before), tuple(findings), unexplained, mended)
+
+
+def _strange(name: str, weight_db: float, expected_db: float) -> Finding:
+    return Finding(
+        "codes", name,
+        f"its weight is no rounding of the float one: {weight_db:.1f} dB, where rounding to nearest gives {expected_db:.1f}",
+        "Look at which file it came from; where a rewrite changed weights on purpose (scales of channels, a rotation), give the "
+        "float model behind the rewrite as the original",
+    )  # fmt: skip
+
+
+class _Groups:
+    """Sums over each group of a weight, in float64: [N, G]."""
+
+    def __init__(self, weight: QTensor, before: Tensor, dense: Tensor, rounded: Tensor) -> None:
+        size = weight.scheme.group(weight.shape[1])
+        w, q, r = (grouped(x.double(), size) for x in (before, dense, rounded))
+        self.energy, self.own = w.square().sum(-1), q.square().sum(-1)
+        self.noise, self.usual = (w - q).square().sum(-1), (w - r).square().sum(-1)
+        dot = (w * q).sum(-1)
+        self.gain = dot / torch.where(self.own > 0, self.own, torch.inf)
+        count = grouped(torch.ones_like(before[:1], dtype=torch.float64), size).sum(-1)
+        self.shift = (w - q).sum(-1) / count  # what all weights of a group are off by
+        self.level = self.shift.square() * count  # of the noise
+        self.many = (count >= _FEW).expand_as(self.shift)
+        self.step = scale_values(weight.scheme, Scales(weight.scale, None, weight.outer)).double()
+        self.zero = (self.own == 0) & (self.energy > 0) & (r.square().sum(-1) > 0) & (self.many | (self.step == 0))
+        self.has_zero_point, self.size, self.dense = weight.zero_point is not None, size, dense
+        self.left = self.energy - self.gain * dot  # of the noise, under the scale that suits these codes best
+
+    @property
+    def zeros(self) -> int:
+        return int(((self.own == 0) & (self.energy > 0)).sum())
+
+    @property
+    def _share(self) -> Tensor:
+        """Noise over energy of the groups that are not zeros."""
+        live = self.energy > 0
+        return self.noise[live] / self.energy[live]
+
+    @property
+    def median_db(self) -> float:
+        """Of a group in the middle, so that a few broken ones do not show."""
+        return decibels(1.0, float(self._share.median())) if bool((self.energy > 0).any()) else math.inf
+
+    @property
+    def expected_median_db(self) -> float:
+        live = self.energy > 0
+        return decibels(1.0, float((self.usual[live] / self.energy[live]).median())) if bool(live.any()) else math.inf
+
+    def findings(self, name: str) -> tuple[list[Finding], Tensor | None]:
+        """Groups that were lost, and those whose noise another scale or zero point would take away, which rounding does not
+        leave; and the weight with those put right, where there are any."""
+        found = []
+        if bool(self.zero.any()):
+            n, g = self.zero.nonzero()[0].tolist()
+            what = f"{int(self.zero.sum())} of {self.zero.numel()} groups mean zeros and should not"
+            what += f", the first is group {g} of row {n}"
+            remedy = "Their scales were lost, or underflowed in a narrow format: quantize with scale='bf16' or 'fp32'"
+            found.append(Finding("zero groups", name, what, remedy))
+        scale, point = self._misfits()
+        for kind, bad in (("scale", scale), ("zero point", point)):
+            if not bool(bad.any()):
+                continue
+            n, g = bad.nonzero()[0].tolist()
+            gain = float(self.gain[n, g])
+            if kind == "zero point":
+                how = f"its weights are all off by {abs(float(self.shift[n, g] / self.step[n, g])):.2g} steps"
+            else:
+                how = f"it is {1 / gain:.3g} times what suits its codes" if gain > 0 else "its codes want the other sign"
+            what = f"the {kind} of {int(bad.sum())} of {bad.numel()} groups is wrong, the first is group {g} of row {n}: {how}"
+            found.append(Finding(kind, name, what, f"Look at what wrote or sliced the {kind}s"))
+        if not bool((scale | point).any()):
+            return found, None
+        gains, shifts = torch.where(scale, self.gain, 1.0)[..., None], torch.where(point, self.shift, 0.0)[..., None]
+        mended = (grouped(self.dense.double(), self.size) * gains + shifts).flatten(-2)
+        return found, mended[:, : self.dense.shape[1]].float()
+
+    def _misfits(self) -> tuple[Tensor, Tensor]:
+        """bool [N, G]: groups with a wrong scale, and with a wrong zero point."""
+        middle = float(self._share.median()) if self._share.numel() else 0.0
+        noisy = (self.noise > _WORSE * torch.maximum(self.usual, middle * self.energy)) & (self.own > 0) & self.many
+        scale = noisy & (self.left < (1 - _EXPLAINS) * self.noise)
+        scale &= (self.gain <= 0) | (self.gain > _OFF) | (self.gain < 1 / _OFF)
+        point = noisy & ~scale & (self.level > _EXPLAINS * self.noise) & (self.shift.abs() > _STEPS * self.step)
+        return scale, point & self.has_zero_point
+
+
+def _db(before: Tensor, after: Tensor) -> float:
+    w = before.double()
+    return decibels(float(w.square().sum()), float((after.double() - w).square().sum()))
+
+
+def _clipped(weight: QTensor, before: Tensor) -> float:
+    """The share of weights beyond the range of their group by half a step or more."""
+    scheme, fmt = weight.scheme, weight.scheme.fmt
+    size = scheme.group(weight.shape[1])
+    scale = scale_values(scheme, Scales(weight.scale, None, weight.outer))[..., None]
+    zero = torch.zeros_like(scale) if weight.zero_point is None else weight.zero_point.float()[..., None]
+    numbers = fmt.numbers
+    below, above = (numbers[1] - numbers[0]) / 2, (numbers[-1] - numbers[-2]) / 2
+    w = grouped(before, size)
+    out = (w > (fmt.max + above - zero) * scale) | (w < (fmt.min - below - zero) * scale)
+    return int((out & (scale > 0)).sum()) / max(before.numel(), 1)
