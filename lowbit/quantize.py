@@ -12,6 +12,7 @@ from torch import nn
 from .calibration.data import Batch, Calibration
 from .checkpoint.skeleton import is_pretrained
 from .environment import usable_device
+from .inserted import Inserted
 from .layers import Layer
 from .planning import NO_PATTERN, FilterFn, LayerPlan, Plan, resolve
 from .recipe import Recipe
@@ -86,7 +87,12 @@ def rewrite_(
     recipe = Recipe.of(what)
     if not recipe.rewrites:
         raise ValueError(f"the recipe {recipe.name!r} has no rewrites: give one, such as lowbit.awq('int4')")
-    return _carried_out(model, recipe, Kept, calibration, filter_fn, device, False, progress)
+    carried = _carried_out(model, recipe, Kept, calibration, filter_fn, device, False, progress)
+    if is_pretrained(model) and any(isinstance(module, Inserted) for module in model.modules()):
+        from .pretrained.quantizer import attach  # only a header of lowbit's says what was inserted
+
+        attach(model, carried)
+    return carried
 
 
 def _carried_out(

@@ -48,7 +48,7 @@ def save(
 
     def extras(path: Path) -> None:
         if is_pretrained(model):
-            write_config(model, path, quantized=bool(found.header.quantized))
+            write_config(model, path, quantized=not found.header.is_plain)
         if beside is not None:
             beside(path)
 
@@ -81,7 +81,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None, device:
         assembly = Assembly(built(path) if model is None else model, files, where)
         assembly.read()
         loaded = assembly.carry_out().eval()
-    if files.header.quantized and is_pretrained(loaded):
+    if not files.header.is_plain and is_pretrained(loaded):
         from ..pretrained.quantizer import attach
 
         attach(loaded)

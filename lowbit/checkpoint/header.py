@@ -115,6 +115,11 @@ class Header:
     model: dict[str, str] = field(default_factory=dict)
     inserted: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a reader that knows nothing of it gets the model right: nothing is quantized, and nothing was inserted."""
+        return not self.quantized and not self.inserted
+
     def metadata(self) -> dict[str, str]:
         """The metadata of a safetensors file; ``format`` is what other libraries ask for."""
         names = sorted({name for entry in self.quantized.values() for name in entry.formats()})
