@@ -15,7 +15,7 @@ from .inserted import PreparedLinear
 from .tensor import QTensor
 from .weight import QuantizedModule
 
-__all__ = ["Layer", "find_layers", "layer_kind", "replace_module", "tied_groups"]
+__all__ = ["Layer", "find_layers", "has_own_forward", "layer_kind", "replace_module", "tied_groups"]
 
 _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
 
@@ -104,6 +104,13 @@ def layer_kind(module: nn.Module) -> str | None:
     return "conv1d" if conv1d is not None and isinstance(module, conv1d) else None
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the layer ``module`` (:func:`layer_kind`) computes something other than layers of its kind do."""
+    base = {"linear": nn.Linear, "embedding": nn.Embedding, "conv1d": _conv1d()}[layer_kind(module) or "linear"]
+    assert base is not None
+    return type(module).forward is not base.forward
+
+
 def _output_embeddings(model: nn.Module) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
     if getter is None:
@@ -119,13 +126,9 @@ def _obstacle(module: nn.Module, kind: str, name: str) -> str | None:
         return f"quantized already ({module.spelling})"
     if name == "":
         return "it is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
-    base = {"linear": nn.Linear, "embedding": nn.Embedding, "conv1d": _conv1d()}[kind]
-    if isinstance(module, PreparedLinear):
-        base = PreparedLinear
-    assert base is not None
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight without calling it"
-    if type(module).forward is not base.forward:
+    if not isinstance(module, PreparedLinear) and has_own_forward(module):
         return f"{type(module).__name__} computes something of its own"
     if "weight" not in module._parameters:
         return "its weight is not a plain parameter (parametrized?)"

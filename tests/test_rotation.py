@@ -304,6 +304,30 @@ def test_the_probe_names_the_first_layer_that_reads_something_else() -> None:
     refused(Mixture(look="gate"), "reaches the stream in front of .* otherwise than by being added", [tokens])
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Cubed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight**3, self.bias)
+
+
+def test_a_layer_that_computes_something_of_its_own_is_tried_before_any_weight_is_changed() -> None:
+    tokens = Batch((torch.arange(50),), {})
+    for kind in (Doubled, Cubed):
+        model = Mixture()
+        model.layers[1].router.__class__ = kind
+        if kind is Cubed:
+            refused(model, r"layers\.1\.router \(Cubed\) is no plain layer", [tokens])
+            continue
+        with torch.no_grad():
+            want = model(*tokens.args)
+            rotation(model, [tokens])
+            assert float((model(*tokens.args) - want).abs().max() / want.abs().max()) <= SAME
+
+
 def test_other_models_are_refused_by_name() -> None:
     refused(nn.Sequential(nn.Linear(8, 8)), "give calibration data", [])
     refused(nn.Sequential(nn.Linear(8, 8)), "no residual stream was found", [Batch((torch.ones(2, 8),), {})])

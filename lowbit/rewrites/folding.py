@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from ..calibration.nesting import leaves, rebuilt
 from ..checkpoint.skeleton import is_pretrained
 from ..inserted import PreparedLinear, RMSNorm
 from ..layers import layer_kind, replace_module
 from .hadamard import Rotation
 from .stream import Stream
+from .turns import Turn, Turns
 
 __all__ = ["Folding"]
 
-_SAME = 1e-5
-_ROWS = 4096  # rows that are turned at a time, in float64
 _Place = tuple[str, str]  # a module and the name of its parameter
-_Leaves = dict[int, Tensor]  # of what a module gives, by their places
-
-
-class Turn(NamedTuple):
-    """What becomes of a parameter along one of its axes: times ``gain``, less its mean, times ``rotation``."""
-
-    axis: int
-    rotation: Rotation
-    centres: bool
-    gain: Tensor | None = None
-
-    def same(self, other: Turn) -> bool:
-        if self.gain is None or other.gain is None:
-            return self[:3] == other[:3] and self.gain is other.gain
-        return self[:3] == other[:3] and torch.equal(self.gain, other.gain)
-
-    def carry_out(self, tensor: Tensor) -> None:
-        """Do it to ``tensor``, in place."""
-        rows = tensor.movedim(self.axis, -1)
-        for lead in itertools.product(*(range(size) for size in rows.shape[:-2])):
-            matrix = rows[lead] if rows.dim() > 1 else rows[None]
-            for start in range(0, len(matrix), _ROWS):
-                part = matrix[start : start + _ROWS].double()
-                part = part if self.gain is None else part * self.gain.to(part)
-                part = part - part.mean(-1, keepdim=True) if self.centres else part
-                matrix[start : start + _ROWS] = self.rotation.apply(part).to(tensor.dtype)
 
 
 class Folding:
@@ -62,21 +32,23 @@ class Folding:
         if online and not self._online:
             raise ValueError("online rotation is for down projections, and this model has none that is a layer of its own")
         self._turns: dict[_Place, list[Turn]] = {}
+        finder = Turns(stream, rotation)
         for name in sorted(stream.readers.keys() | stream.writers.keys()):
             module = model.get_submodule(name)
-            found = self._of_layer(name, module) if layer_kind(module) else self._of_opaque(name, module)
-            self._turns.update({(name, leaf): turns for leaf, turns in found.items() if turns})
+            for leaf, todo in finder.of(name, module).items():
+                self._turns[name, leaf] = todo
+            if name in self._biases and name in stream.writers and module._parameters.get("bias") is None:
+                self._turns[name, "bias"] = [Turn(0, rotation, stream.centres)]
+            if name in self._online:
+                inputs = 0 if layer_kind(module) == "conv1d" else 1
+                self._turns[name, "weight"].append(Turn(inputs, self._online[name], False))
+        self._turns = {place: todo for place, todo in self._turns.items() if todo}
         self._check_parameters()
         self._groups = self._grouped()
 
     def _columns(self, name: str) -> int:
         module = self._model.get_submodule(name)
         return int(module.weight.shape[0 if layer_kind(module) == "conv1d" else 1])  # type: ignore[index]
-
-    def _turn(self, axis: int, norm: str | None = None) -> Turn:
-        gain = None if not norm else self._stream.norms[norm].gain
-        gain = None if gain is None or bool((gain == 1).all()) else gain
-        return Turn(axis, self._rotation, self._stream.centres, gain)
 
     def _added_biases(self) -> dict[str, Tensor]:
         """What the bias of a norm adds to what each of its readers gives."""
@@ -91,88 +63,6 @@ class Folding:
             weight = module.weight.t() if layer_kind(module) == "conv1d" else module.weight
             found[name] = weight.detach().double() @ bias.to(weight.device)
         return found
-
-    # ---- which parameters, along which axis ----------------------------------------------------------------------
-
-    def _of_layer(self, name: str, module: nn.Module) -> dict[str, list[Turn]]:
-        kind = layer_kind(module)
-        inputs, outputs = (0, 1) if kind == "conv1d" else (1, 0)
-        found: dict[str, list[Turn]] = {"weight": [], "bias": []}
-        if name in self._stream.readers:
-            found["weight"].append(self._turn(inputs, self._stream.readers[name]))
-        if name in self._stream.writers:
-            found["weight"].append(self._turn(1 if kind == "embedding" else outputs))
-            if module._parameters.get("bias") is not None or name in self._biases:
-                found["bias"].append(self._turn(0))
-        if name in self._online:
-            found["weight"].append(Turn(inputs, self._online[name], False))
-        return found
-
-    def _of_opaque(self, name: str, module: nn.Module) -> dict[str, list[Turn]]:
-        """The axes of the parameters of a router, or of experts in one tensor: those with which it gives the rotated output."""
-        stream, width = self._stream, self._stream.width
-        if name not in stream.opaque:
-            raise ValueError(f"{name} ({type(module).__name__}) was reached by no data: give calibration data that reaches it")
-        ways: dict[str, list[list[Turn]]] = {}
-        for leaf, parameter in module.named_parameters():
-            axes = [axis for axis, size in enumerate(parameter.shape) if size == width]
-            turns = [[self._turn(axis, stream.readers[name])] for axis in axes if name in stream.readers and parameter.dim() > 1]
-            for turn in ([self._turn(axis)] for axis in axes if name in stream.writers):
-                if not any(turn[0].same(other[0]) for other in turns):
-                    turns.append(turn)
-            if turns:
-                ways[leaf] = [*turns, []]
-        args, want = self._rotated_call(name, module)
-        for chosen in itertools.product(*ways.values()):
-            found = dict(zip(ways, chosen, strict=True))
-            if _close(self._output(name, module, args, found), want):
-                return found
-        raise ValueError(
-            f"{name} ({type(module).__name__}) is no single layer, and no way to rotate its parameters gives what it gave: "
-            "rotation cannot pass it"
-        )
-
-    def _rotated_call(self, name: str, module: nn.Module) -> tuple[tuple[Any, Any], _Leaves]:
-        """A call of ``module`` with rotated inputs, and what it has to give."""
-        stream, centres = self._stream, self._stream.centres
-        first = iter([True])
-        plain: list[Tensor] = []
-
-        def drawn(leaf: Any) -> Any:
-            if (
-                name not in stream.readers
-                or not isinstance(leaf, Tensor)
-                or not leaf.is_floating_point()
-                or not next(first, False)
-            ):
-                return leaf
-            n = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-            plain.append(n - n.mean(-1, keepdim=True) if centres else n)
-            norm = stream.norms.get(stream.readers[name])
-            return (plain[0] if norm is None else plain[0] * norm.gain).to(leaf)
-
-        def turned(leaf: Any) -> Any:
-            return self._rotation.apply(plain[0]).to(leaf) if leaf is given else leaf
-
-        args = rebuilt(stream.opaque[name], drawn)
-        given = next((leaf for leaf in leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
-        want = self._output(name, module, args, {})
-        written = stream.writers.get(name, set())
-        for place in written & want.keys():
-            x = want[place]
-            want[place] = self._rotation.apply(x - x.mean(-1, keepdim=True) if centres else x)
-        return (rebuilt(args, turned) if plain else args), want
-
-    def _output(self, name: str, module: nn.Module, args: tuple[Any, Any], turns: dict[str, list[Turn]]) -> _Leaves:
-        changed = {}
-        for leaf, todo in turns.items():
-            if todo:
-                changed[leaf] = module.get_parameter(leaf).detach().clone()
-                for turn in todo:
-                    turn.carry_out(changed[leaf])
-        output = _called(module, args, changed)
-        found = enumerate(leaves(output))
-        return {i: leaf.double() for i, leaf in found if isinstance(leaf, Tensor) and leaf.is_floating_point()}
 
     # ---- parameters that several modules read --------------------------------------------------------------------
 
@@ -299,18 +189,6 @@ class Folding:
 
     def _paths(self, module: nn.Module) -> tuple[str, ...]:
         return tuple(name for name, found in self._model.named_modules(remove_duplicate=False) if found is module)
-
-
-def _called(module: nn.Module, args: tuple[Any, Any], parameters: dict[str, Tensor]) -> Any:
-    positional, named = args
-    return functional_call(module, parameters, tuple(positional), dict(named))
-
-
-def _close(found: _Leaves, want: _Leaves) -> bool:
-    for x, y in ((found[place], want[place]) for place in want):
-        if x.shape != y.shape or not bool(((x - y).abs() <= _SAME * y.abs().amax()).all()):
-            return False
-    return True
 
 
 def _forget_ties(model: Any, names: list[str]) -> None:
