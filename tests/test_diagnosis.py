@@ -91,6 +91,25 @@ def test_no_rounding_is_taken_for_a_mistake(shape, scheme, rounder, tail, seed):
     assert found.verdict == "clean", str(found)
 
 
+@pytest.mark.parametrize("what", ["awq(int4_g32)", "smoothquant(int8)", "rotation(int4_g32)", "rotation(int4_g32, online=true)"])
+def test_a_model_that_was_rewritten_is_judged_by_what_it_gives(what, tmp_path):
+    model = llama()
+    healthy = quantized(model, what, calibration=tokens(16, 24))
+    found = doctor(healthy, model, IDS)
+    assert found.rewritten
+    assert found.verdict == "clean", str(found)
+    assert "a rewrite changed the weights before they were rounded (KL 0.0" in str(found)
+    assert all(layer.weight_db is None and layer.output_db is None for layer in found.layers)
+    lowbit.save(healthy, tmp_path)
+    again = lowbit.load(tmp_path)
+    assert doctor(again, model, IDS, rewritten=True).verdict == "clean"
+    if "online" not in what:
+        assert [finding.kind for finding in doctor(again, model, IDS).findings if finding.kind != "tie"] == ["parameter"]
+    again.get_submodule(VICTIM).scale.data[0, 0] = math.inf
+    kinds = [finding.kind for finding in doctor(again, model, IDS, rewritten=True).findings]
+    assert set(kinds) == {"overflow"}
+
+
 def test_the_figures_are_those_of_the_definition():
     model = mlp()
     x = torch.randn(64, 40, generator=torch.Generator().manual_seed(0))

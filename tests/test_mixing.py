@@ -217,6 +217,7 @@ def test_what_is_measured_is_printed_and_comes_back_from_json(measured):
         (lambda s: sensitivity(mlp(), torch.randn(4, 40), ["int4", "int4"]), "int4 stands twice"),
         (lambda s: sensitivity(mlp(), torch.randn(4, 40), []), "no scheme to try"),
         (lambda s: sensitivity(mlp(), torch.randn(4, 40), ["three_and_a_half_bits"]), "has rules of its own"),
+        (lambda s: sensitivity(mlp(), torch.randn(4, 40), ["awq(int4)"]), "changes the whole model and not one layer"),
         (lambda s: sensitivity(mlp(), torch.randn(4, 40), ["int4"], compared=-1), "compared must be"),
         (lambda s: sensitivity(mlp(), torch.full((4, 40), float("inf")), ["int4"]), "NaN or infinity"),
     ],

@@ -18,6 +18,9 @@ def doctor(
     rows: RowsOption = 16,
     length: LengthOption = None,
     compared: Annotated[int, typer.Option(min=1, help="Batches of that text that both models run on.")] = 4,
+    rewritten: Annotated[
+        bool, typer.Option("--rewritten", help="A rewrite (awq, smoothquant, rotation) came before the rounding.")
+    ] = False,
     device: DeviceOption = None,
     report: ReportOption = None,
     json: JsonOption = False,
@@ -37,6 +40,6 @@ def doctor(
         progress("loading both models", 0, 1)
         data = read_calibration(model, calibration, rows, length)
         models = load_model(quantized, device), load_model(model, device)
-        found = lowbit.doctor(*models, data, compared=compared, progress=progress)
+        found = lowbit.doctor(*models, data, compared=compared, rewritten=rewritten, progress=progress)
     write_report(found.to_dict(), report)
     print_json(found.to_dict()) if json else print(found)

@@ -12,6 +12,7 @@ from torch import nn
 from ..calibration.blocks import children
 from ..calibration.data import Calibration
 from ..calibration.modes import evaluating
+from ..inserted import Inserted
 from ..layers import Layer, find_layers
 from ..recipe import block_counts
 from ..tensor import QTensor
@@ -19,7 +20,7 @@ from ..weight import QuantizedModule
 from .report import Diagnosis, Finding, LayerFigures
 from .runs import Overflow, Pair, Runs
 from .structure import biases, matched, parameters, ties
-from .weights import WeightFigures, examined
+from .weights import WeightFigures, examined, stored
 
 __all__ = ["doctor"]
 
@@ -30,7 +31,13 @@ Progress = Callable[[str, int, int], None]
 
 
 def doctor(
-    quantized: nn.Module, original: nn.Module, data: Any = None, *, compared: int = 4, progress: Progress | None = None
+    quantized: nn.Module,
+    original: nn.Module,
+    data: Any = None,
+    *,
+    compared: int = 4,
+    rewritten: bool = False,
+    progress: Progress | None = None,
 ) -> Diagnosis:
     """Tell what a method lost from what is broken: the ``quantized`` model beside the ``original`` float one.
 
@@ -43,14 +50,18 @@ def doctor(
     Args:
         data: as ``calibration`` of :func:`lowbit.quantize_`; None to look at the weights alone.
         compared: batches of it, taken evenly from all of them.
+        rewritten: that the float model was changed to an equivalent one before it was rounded (awq, smoothquant, rotation);
+            known anyway of one that :func:`lowbit.quantize_` has just rewritten. Weights and what passes between layers are then
+            not those of ``original``: what stands by itself is looked at, and what the model gives in the end.
         progress: called with (what is being done, done, in all).
 
-    Both models stay as they are. Where a rewrite came before the rounding, ``original`` is the float model behind the rewrite.
+    Both models stay as they are.
     Raises ``ValueError`` for models that are not two versions of one, and for a float model that gives NaN on the data.
     """
     if type(compared) is not int or compared < 1:
         raise ValueError(f"compared must be a number of batches from 1 on, got {compared!r}")
     layers = matched(quantized, original)
+    rewritten = rewritten or _was_rewritten(quantized)
     batches = [] if data is None else Calibration.of(data).batches(original)
     chosen = torch.linspace(0, len(batches) - 1, min(compared, len(batches)), dtype=torch.float64).round().long().tolist()
     total = len(layers) + len(chosen)
@@ -62,17 +73,18 @@ def doctor(
         weight, before = layer.weight, was.weight.detach()
         assert isinstance(weight, QTensor)
         assert isinstance(layer.module, QuantizedModule)
-        fresh = QTensor.quantize(before.to(weight.device, torch.float32), weight.scheme)
-        weights.append(examined(layer.name, weight, before, fresh))
+        fresh = None if rewritten else QTensor.quantize(before.to(weight.device, torch.float32), weight.scheme)
+        weights.append(stored(layer.name, weight) if fresh is None else examined(layer.name, weight, before, fresh))
         pairs.append(Pair(layer.name, was.module, layer.module, fresh, weights[-1].mended))
-    runs = Runs(original, quantized, pairs, _blocks(original))
+    runs = Runs(original, quantized, pairs, () if rewritten else _blocks(original))
     with evaluating(original), evaluating(quantized):
         for i, number in enumerate(chosen):
             if progress is not None:
                 progress("running both models", len(layers) + i, total)
             runs.add(batches[number])
-    changed = list(parameters(quantized, original))
-    findings = [*biases([*layers]), *ties(quantized, original), *changed]
+    changed = [] if rewritten else list(parameters(quantized, original))
+    findings = [*biases(layers, rewritten), *changed]
+    findings += [] if rewritten else ties(quantized, original)
     if runs.overflow is not None:
         findings.append(_overflow(runs.overflow))
     known = {finding.layer for finding in findings if finding.kind != "parameter"}
@@ -82,8 +94,16 @@ def doctor(
         if not found and not changed and pair.name not in known and (bad := _outputs(pair)) is not None:
             findings.append(bad)
     blocks = tuple((name, ratio.decibels) for name, ratio in runs.blocks.items() if ratio.decibels is not None)
-    figures_of = tuple(_figures(layer, weight, pair) for (layer, _), weight, pair in zip(layers, weights, pairs, strict=True))
-    return Diagnosis(figures_of, tuple(findings), blocks, runs.kl, runs.agreement)
+    figures_of = tuple(
+        _figures(layer, weight, pair, rewritten) for (layer, _), weight, pair in zip(layers, weights, pairs, strict=True)
+    )
+    return Diagnosis(figures_of, tuple(findings), blocks, runs.kl, runs.agreement, rewritten)
+
+
+def _was_rewritten(model: nn.Module) -> bool:
+    plan = getattr(getattr(model, "hf_quantizer", None), "plan", None)
+    inserted = any(isinstance(module, Inserted) for module in model.modules())
+    return inserted or (plan is not None and bool(plan.recipe.rewrites))
 
 
 def _doubtful(pair: Pair, rewritten: bool) -> tuple[str, ...]:
@@ -132,7 +152,7 @@ def _outputs(pair: Pair) -> Finding | None:
     return None
 
 
-def _figures(layer: Layer, weight: WeightFigures, pair: Pair) -> LayerFigures:
+def _figures(layer: Layer, weight: WeightFigures, pair: Pair, rewritten: bool) -> LayerFigures:
     n, k = layer.weight.shape
     assert isinstance(layer.weight, QTensor)
     outlier = channel = dead = None
@@ -142,5 +162,6 @@ def _figures(layer: Layer, weight: WeightFigures, pair: Pair) -> LayerFigures:
         outlier, channel = (top / middle, int(pair.absmax.argmax())) if middle > 0 else (None, None)
     return LayerFigures(
         layer.name, str(layer.weight.scheme), (int(n), int(k)), weight.weight_db, weight.expected_db, weight.zero_groups,
-        weight.clipped, pair.own.decibels, pair.expected.decibels, pair.within.decibels, outlier, channel, dead, pair.rows,
+        weight.clipped, pair.own.decibels, pair.expected.decibels, None if rewritten else pair.within.decibels,
+        outlier, channel, dead, pair.rows,
     )  # fmt: skip

@@ -40,6 +40,7 @@ class LayerFigures:
 
     Attributes:
         weight_db: of its weight, against the float one.
+            None where a rewrite changed the weights before they were rounded, as for all figures up to ``model_db``.
         expected_db: of the float weight rounded to nearest under the same scheme. Methods that look at data may lie below it
             here, and above it in ``output_db``.
         output_db: of its outputs on the float model's own inputs: this layer's error alone.
@@ -56,8 +57,8 @@ class LayerFigures:
     name: str
     scheme: str
     shape: tuple[int, int]
-    weight_db: float
-    expected_db: float
+    weight_db: float | None
+    expected_db: float | None
     zero_groups: int
     clipped: float
     output_db: float | None = None
@@ -79,6 +80,8 @@ class Diagnosis:
         blocks: signal over noise of the outputs of each block in the quantized model, in dB, in the order in which they run.
         kl: the mean of KL(float || quantized) in nats a token; None without data, and for a model without logits.
         agreement: the share of tokens for which both models hold the same next one the likeliest.
+        rewritten: whether the model was changed to an equivalent one before it was rounded, so that what it gives in the end is
+            all that can be compared.
     """
 
     layers: tuple[LayerFigures, ...]
@@ -86,6 +89,7 @@ class Diagnosis:
     blocks: tuple[tuple[str, float], ...] = ()
     kl: float | None = None
     agreement: float | None = None
+    rewritten: bool = False
 
     @property
     def verdict(self) -> str:
@@ -101,7 +105,8 @@ class Diagnosis:
     @property
     def worst(self) -> tuple[LayerFigures, ...]:
         """The three layers that err most: in their outputs where there is data, else in their weights."""
-        return tuple(sorted(self.layers, key=lambda f: f.weight_db if f.output_db is None else f.output_db)[:3])
+        known = [layer for layer in self.layers if layer.weight_db is not None]
+        return tuple(sorted(known, key=_own)[:3])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; None for decibels that are not finite."""
@@ -112,6 +117,7 @@ class Diagnosis:
         return {
             "verdict": self.verdict,
             "summary": self.summary,
+            "rewritten": self.rewritten,
             "kl": finite(self.kl),
             "agreement": self.agreement,
             "findings": [asdict(finding) for finding in self.findings],
@@ -126,7 +132,9 @@ class Diagnosis:
         if self.findings:
             count = len(self.findings)
             return f"a bug: {count} thing{'s are' if count > 1 else ' is'} broken that no method breaks{lost}."
-        names = ", ".join(f"{f.name} ({spelled(f.weight_db if f.output_db is None else f.output_db)} dB)" for f in self.worst)
+        if self.rewritten:
+            return f"nothing is broken that can be told: a rewrite changed the weights before they were rounded{lost}."
+        names = ", ".join(f"{f.name} ({spelled(_own(f))} dB)" for f in self.worst)
         lag = [
             f.output_db - f.expected_output_db
             for f in self.layers
@@ -156,6 +164,12 @@ class Diagnosis:
             lines.append(f"the error grows most in {self.jump[0]}: {self.jump[1]:.1f} dB")
         lines += [str(finding) for finding in self.findings]
         return "\n".join([*lines, f"verdict: {self.summary}"])
+
+
+def _own(layer: LayerFigures) -> float:
+    """The error of a layer alone, in dB."""
+    found = layer.weight_db if layer.output_db is None else layer.output_db
+    return math.inf if found is None else found
 
 
 def _pair(value: float | None, expected: float | None) -> str:

@@ -28,12 +28,15 @@ _ROWS = 256  # of each layer's inputs in a batch, evenly: enough for decibels
 class Pair:
     """A layer of the float model and the quantized one in its place, and what runs show of the two.
 
-    ``own``: its error on the float model's inputs; ``expected``: that of ``fresh``, the float weight rounded to nearest;
+    ``own``: its error on the float model's inputs; ``expected``: that of ``fresh``, the float weight rounded to nearest (None
+    where the two models' weights are not to be compared, and then both stay empty);
     ``within``: its error in the quantized model; ``arithmetic``: that of its kernel, against the numbers that its weight stands
     for; ``mended``: its error with the weight of this name [N, K], where one was given.
     """
 
-    def __init__(self, name: str, original: nn.Module, quantized: QuantizedModule, fresh: QTensor, weight: Tensor | None) -> None:
+    def __init__(
+        self, name: str, original: nn.Module, quantized: QuantizedModule, fresh: QTensor | None, weight: Tensor | None
+    ) -> None:
         self.name, self.original, self.quantized, self.fresh = name, original, quantized, fresh
         self.own, self.expected, self.within, self.arithmetic = Ratio(), Ratio(), Ratio(), Ratio()
         self.mended, self._weight = Ratio(), weight
@@ -48,9 +51,11 @@ class Pair:
         given = x.to(module.packed.device)
         given = given.to(dtype) if given.is_floating_point() else given
         got, wanted = module(given).float(), wanted.to(module.packed.device).float()
-        self.own.add(wanted, got)
+        if self.fresh is not None:
+            self.own.add(wanted, got)
         if not given.is_floating_point():
-            self.expected.add(wanted, embedding(given, self.fresh.dequantize(torch.float32)))
+            if self.fresh is not None:
+                self.expected.add(wanted, embedding(given, self.fresh.dequantize(torch.float32)))
             return
         largest = x.abs().amax(0).float().cpu()
         self.absmax = largest if self.absmax is None else torch.maximum(self.absmax, largest)
@@ -59,9 +64,14 @@ class Pair:
             self.mended.add(wanted, linear(given.float(), self._weight, _wide(was, given.float())))
         if self.activation is None:
             wide = given.float()
-            self.expected.add(wanted, linear(wide, self.fresh.dequantize(torch.float32), _wide(was, wide)))
+            if self.fresh is not None:
+                self.expected.add(wanted, linear(wide, self.fresh.dequantize(torch.float32), _wide(was, wide)))
+            transform = getattr(module, "transform", None)
+            wide = wide if transform is None else transform(given).float()
             if bool(torch.isfinite(got).all()):
                 self.arithmetic.add(linear(wide, module.weight.dequantize(torch.float32), _wide(bias, wide)), got)
+            return
+        if self.fresh is None:
             return
         static = getattr(module, "input_scale", None)
         if static is not None:

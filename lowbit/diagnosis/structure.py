@@ -38,13 +38,15 @@ def matched(quantized: nn.Module, original: nn.Module) -> list[tuple[Layer, Laye
     return found
 
 
-def biases(pairs: list[tuple[Layer, Layer]]) -> Iterator[Finding]:
-    """Biases that were dropped or changed."""
+def biases(pairs: list[tuple[Layer, Layer]], rewritten: bool) -> Iterator[Finding]:
+    """Biases that were dropped or, in a model that was not ``rewritten``, changed."""
     for layer, was in pairs:
         before, after = getattr(was.module, "bias", None), getattr(layer.module, "bias", None)
         if isinstance(before, Tensor) and not isinstance(after, Tensor):
             size = float(before.detach().abs().max())
             what = f"its bias was dropped (the float layer's reaches {size:.3g})"
+        elif rewritten:
+            continue
         elif isinstance(after, Tensor) and not isinstance(before, Tensor):
             what = "it has a bias, and the float layer has none"
         elif isinstance(before, Tensor) and isinstance(after, Tensor) and not _same(before, after):

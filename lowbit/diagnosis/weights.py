@@ -14,7 +14,7 @@ from .decibels import decibels
 from .report import Finding
 from .suspects import explained
 
-__all__ = ["WeightFigures", "examined"]
+__all__ = ["WeightFigures", "examined", "stored"]
 
 _WORSE = 4.0  # times the noise that it should have (6 dB), from where on a group or a weight is looked into
 _OFF = 1.5  # times the right scale, from where on one is told from rounding
@@ -29,8 +29,8 @@ class WeightFigures(NamedTuple):
     gives, and nothing known explains it; ``mended``: the weight, float32, with the scales and zero points put right that the
     findings call wrong, where they do: data can tell whether it gives better outputs."""
 
-    weight_db: float
-    expected_db: float
+    weight_db: float | None
+    expected_db: float | None
     zero_groups: int
     clipped: float
     findings: tuple[Finding, ...]
@@ -38,17 +38,19 @@ class WeightFigures(NamedTuple):
     mended: Tensor | None = None
 
 
+def stored(name: str, weight: QTensor) -> WeightFigures:
+    """What can be told of ``weight`` [N, K] alone."""
+    finding = _not_finite(name, weight, weight.canonical().dequantize(torch.float32))
+    return WeightFigures(None, None, 0, 0.0, () if finding is None else (finding,), False)
+
+
 def examined(name: str, weight: QTensor, before: Tensor, fresh: QTensor) -> WeightFigures:
     """Compare the ``weight`` [N, K] with the float one ``before``, and with that rounded to nearest, ``fresh``."""
     weight, fresh = weight.canonical(), fresh.canonical()
     before = before.to(weight.device, torch.float32)
     dense = weight.dequantize(torch.float32)
-    if not bool(torch.isfinite(dense).all()):
-        count = int((~torch.isfinite(dense)).sum())
-        bad = Finding(
-            "overflow", name, f"{count:,} of {dense.numel():,} weights are NaN or infinite as stored",
-            f"Scales in {weight.scheme.scale} overflowed, or the file is damaged: quantize with scale='bf16' or 'fp32'",
-        )  # fmt: skip
+    bad = _not_finite(name, weight, dense)
+    if bad is not None:
         return WeightFigures(-math.inf, _db(before, fresh.dequantize(torch.float32)), 0, 0.0, (bad,), False)
     rounded = fresh.dequantize(torch.float32)
     weight_db, expected_db = _db(before, dense), _db(before, rounded)
@@ -74,6 +76,16 @@ def examined(name: str, weight: QTensor, before: Tensor, fresh: QTensor) -> Weig
                 findings.append(_strange(name, weight_db, expected_db))
                 unexplained = False
     return WeightFigures(weight_db, expected_db, groups.zeros, _clipped(weight, before), tuple(findings), unexplained, mended)
+
+
+def _not_finite(name: str, weight: QTensor, dense: Tensor) -> Finding | None:
+    count = int((~torch.isfinite(dense)).sum())
+    if not count:
+        return None
+    return Finding(
+        "overflow", name, f"{count:,} of {dense.numel():,} weights are NaN or infinite as stored",
+        f"Scales in {weight.scheme.scale} overflowed, or the file is damaged: quantize with scale='bf16' or 'fp32'",
+    )  # fmt: skip
 
 
 def _strange(name: str, weight_db: float, expected_db: float) -> Finding:

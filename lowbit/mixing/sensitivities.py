@@ -180,6 +180,12 @@ def _meaning(name: str) -> Target | None:
 def _alone(recipe: Recipe, name: str) -> Target:
     """The one target of a recipe for every layer."""
     rule = recipe.rules[0]
+    if recipe.rewrites:
+        rewrites = ", ".join(map(str, recipe.rewrites))
+        raise ValueError(
+            f"{name}: {rewrites} changes the whole model and not one layer: measure the rounding alone, and put the rewrite "
+            "before the mapping that comes of it, as in lowbit.awq(mapping)"
+        )
     if len(recipe.rules) > 1 or not rule.catch_all or rule.blocks is not None or rule.target is None:
         raise ValueError(f"{name} has rules of its own for layers: give schemes, or roundings of them such as gptq(int3)")
     return rule.target
