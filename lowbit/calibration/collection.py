@@ -32,6 +32,7 @@ class Collector:
         self._full: set[str] = set()  # leaders without a tally
         self._leaders: dict[str, str] = {}
         self._tallies: dict[str, Tally] = {}
+        self._found: dict[str, Statistics] = {}
         self._calls: dict[str, int] = {}
         self._reading: dict[str, tuple[Tensor, int, int]] = {}  # in this run, by leader: what it read, its version, which call
         self._batch = 0
@@ -116,13 +117,12 @@ class Collector:
         # In the order of the model, which is the same everywhere; a layer that heard nothing here adds nothing.
         known = {name: k for _, _, _, theirs in heard for name, k in theirs.items()}
         tallies = {name: self._tallies.get(name) or Tally(known[name], device) for name in self._modules if name in known}
-        self._tallies = {name: ranks.summed(tally) for name, tally in tallies.items()}
+        self._tallies.clear()
+        for name in sorted(tallies, key=lambda name: len(tallies[name].absmax)):  # the largest last: each takes half from here on
+            tally = ranks.summed(tallies.pop(name))
+            if tally.count:
+                self._found[name] = tally.statistics()
         return True
-
-    @property
-    def tallies(self) -> dict[str, Tally]:
-        """The tally of each group of layers, by the name of its first."""
-        return self._tallies
 
     def group(self, name: str) -> str:
         """The layer whose tally is that of ``name``."""
@@ -132,23 +132,29 @@ class Collector:
         """Whether there was no room for what ``name`` reads."""
         return self.group(name) in self._full
 
+    def reached(self, group: str) -> bool:
+        """Whether anything reached ``group``, and it is not let go."""
+        return group in self._found
+
     def statistics(self, group: str) -> Statistics | None:
-        """The statistics of a group so far; None where nothing reached it."""
-        tally = self._tallies.get(group)
-        return tally.statistics() if tally is not None and tally.count else None
+        """The statistics of a group; None where nothing reached it."""
+        return self._found.get(group)
+
+    def dead(self, group: str) -> int:
+        """How many channels of a group's input were 0 in every row."""
+        return int((self._found[group].absmax == 0).sum())
 
     def divide(self, group: str, s: Tensor) -> None:
         """The layers of ``group`` read x / s from now on."""
-        self._tallies[group].divide(s)
+        self._found[group] = self._found[group].scaled(s)
 
     def let_go(self, group: str) -> None:
         """Another process sees to this group."""
-        self._tallies.pop(group, None)
+        self._found.pop(group, None)
 
     def taken(self, group: str) -> Statistics | None:
         """The statistics of a group, by the name of its first layer, which are let go; None where nothing reached it."""
-        tally = self._tallies.pop(group, None)
-        return tally.statistics() if tally is not None and tally.count else None
+        return self._found.pop(group, None)
 
 
 def _same(read: tuple[Tensor, int, int], x: Tensor) -> bool:

@@ -34,8 +34,14 @@ class Heard(Protocol):
     def group(self, name: str) -> str:
         """The group of the layer ``name``."""
 
+    def reached(self, group: str) -> bool:
+        """Whether data reached it."""
+
     def statistics(self, group: str) -> Statistics | None:
         """Its statistics; None where no data reached it."""
+
+    def dead(self, group: str) -> int:
+        """How many channels of their input were 0 in every row."""
 
     def divide(self, group: str, s: Tensor) -> None:
         """Its statistics are those of x / s from now on."""
@@ -56,7 +62,8 @@ class Rescaler:
     """Carries out ``rewrites`` on layers whose statistics are known, before they are rounded.
 
     ``entries`` and ``layers`` are those of the whole model, and ``closed`` the names of :func:`sealed` modules. ``wide``: the
-    layers' weights become float32 until they are rounded to a grid, and are not rounded to their dtype before.
+    layers' weights become float32 until they are rounded to a grid, and are not rounded to their dtype before. ``trim`` is
+    called when large tensors have been let go.
     """
 
     def __init__(
@@ -68,8 +75,9 @@ class Rescaler:
         closed: frozenset[str],
         ranks: Ranks,
         wide: bool = True,
+        trim: Callable[[], None] = lambda: None,
     ) -> None:
-        self._wide = wide
+        self._wide, self._trim = wide, trim
         self._rewrites, self._model, self._closed, self._ranks = rewrites, model, closed, ranks
         self._entries, self._layers = entries, layers
         self.records: dict[int, tuple[Rescaled, ...]] = {}
@@ -108,7 +116,7 @@ class Rescaler:
     def _jobs(self, sources: Sequence[Source], at: Mapping[str, int], heard: Heard) -> list[_Job]:
         groups: dict[str, list[str]] = {}
         for name in at:
-            if heard.statistics(heard.group(name)) is not None:
+            if heard.reached(heard.group(name)):
                 groups.setdefault(heard.group(name), []).append(name)
         jobs: list[_Job] = []
         taken: set[str] = set()
@@ -132,6 +140,7 @@ class Rescaler:
     def _pool(self, job: _Job, at: Mapping[str, int], heard: Heard) -> Pool:
         def readers() -> Iterator[Reader]:
             for group, channels in job.groups.items():
+                self._trim()
                 statistics = heard.statistics(group)
                 assert statistics is not None
                 for name in [name for name in at if heard.group(name) == group]:
@@ -166,6 +175,10 @@ class Rescaler:
         for name in [name for name in at if heard.group(name) in job.groups]:
             record = Rescaled(rewrite, into, choice.label, choice.before, choice.after)
             self.records[at[name]] = (*self.records.get(at[name], ()), record)
+            if dead := heard.dead(heard.group(name)):
+                k = len(job.groups[heard.group(name)])
+                said = f"{rewrite}: {dead} of {k} input channels were 0 in every row, and are not divided"
+                self.notes[at[name]] = (*self.notes.get(at[name], ()), said)
 
     def _prepare(self, places: Sequence[int], divisor: Tensor) -> Tensor:
         """Put a module that divides by ``divisor`` in front of the layers at ``places``; what it divides by, as it is stored."""
