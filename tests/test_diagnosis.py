@@ -100,6 +100,11 @@ def test_a_model_that_was_rewritten_is_judged_by_what_it_gives(what, tmp_path):
     assert found.verdict == "clean", str(found)
     assert "a rewrite changed the weights before they were rounded (KL 0.0" in str(found)
     assert all(layer.weight_db is None and layer.output_db is None for layer in found.layers)
+    behind = copy.deepcopy(model)
+    lowbit.rewrite_(behind, what, calibration=tokens(16, 24))
+    beside = doctor(quantized(behind), behind, IDS)
+    assert (beside.verdict, beside.rewritten) == ("clean", False)
+    assert all(layer.output_db > layer.expected_output_db - 1 for layer in beside.layers)
     lowbit.save(healthy, tmp_path)
     again = lowbit.load(tmp_path)
     assert doctor(again, model, IDS, rewritten=True).verdict == "clean"

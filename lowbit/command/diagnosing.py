@@ -40,6 +40,6 @@ def doctor(
         progress("loading both models", 0, 1)
         data = read_calibration(model, calibration, rows, length)
         models = load_model(quantized, device), load_model(model, device)
-        found = lowbit.doctor(*models, data, compared=compared, rewritten=rewritten, progress=progress)
+        found = lowbit.doctor(*models, data, compared=compared, rewritten=rewritten or None, progress=progress)
     write_report(found.to_dict(), report)
     print_json(found.to_dict()) if json else print(found)

@@ -36,7 +36,7 @@ def doctor(
     data: Any = None,
     *,
     compared: int = 4,
-    rewritten: bool = False,
+    rewritten: bool | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Tell what a method lost from what is broken: the ``quantized`` model beside the ``original`` float one.
@@ -50,8 +50,8 @@ def doctor(
     Args:
         data: as ``calibration`` of :func:`lowbit.quantize_`; None to look at the weights alone.
         compared: batches of it, taken evenly from all of them.
-        rewritten: that the float model was changed to an equivalent one before it was rounded (awq, smoothquant, rotation);
-            known anyway of one that :func:`lowbit.quantize_` has just rewritten. Weights and what passes between layers are then
+        rewritten: that the float model was changed to an equivalent one before it was rounded (awq, smoothquant, rotation); None:
+            what the plan of the quantized model says, where it carries one. Weights and what passes between layers are then
             not those of ``original``: what stands by itself is looked at, and what the model gives in the end.
         progress: called with (what is being done, done, in all).
 
@@ -61,7 +61,7 @@ def doctor(
     if type(compared) is not int or compared < 1:
         raise ValueError(f"compared must be a number of batches from 1 on, got {compared!r}")
     layers = matched(quantized, original)
-    rewritten = rewritten or _was_rewritten(quantized)
+    rewritten = _was_rewritten(quantized, original) if rewritten is None else rewritten
     batches = [] if data is None else Calibration.of(data).batches(original)
     chosen = torch.linspace(0, len(batches) - 1, min(compared, len(batches)), dtype=torch.float64).round().long().tolist()
     total = len(layers) + len(chosen)
@@ -100,10 +100,10 @@ def doctor(
     return Diagnosis(figures_of, tuple(findings), blocks, runs.kl, runs.agreement, rewritten)
 
 
-def _was_rewritten(model: nn.Module) -> bool:
+def _was_rewritten(model: nn.Module, original: nn.Module) -> bool:
     plan = getattr(getattr(model, "hf_quantizer", None), "plan", None)
-    inserted = any(isinstance(module, Inserted) for module in model.modules())
-    return inserted or (plan is not None and bool(plan.recipe.rewrites))
+    here, there = (any(isinstance(module, Inserted) for module in m.modules()) for m in (model, original))
+    return (here and not there) or (plan is not None and bool(plan.recipe.rewrites))
 
 
 def _doubtful(pair: Pair, rewritten: bool) -> tuple[str, ...]:

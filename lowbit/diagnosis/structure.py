@@ -83,8 +83,8 @@ def parameters(quantized: nn.Module, original: nn.Module) -> Iterator[Finding]:
         yield Finding(
             "parameter", other[0].rpartition(".")[0] or other[0],
             f"{other[0]} is not quantized and is not what it is in the float model{more}",
-            "Where a rewrite changed the model on purpose (scales of channels, a rotation), give the float model behind it as "
-            "the original; else look at what loaded it",
+            "awq, smoothquant and rotation change a model on purpose: say rewritten=True, or compare with the float model that "
+            "lowbit.rewrite_ gave before it was quantized; else look at what loaded it",
         )  # fmt: skip
 
 

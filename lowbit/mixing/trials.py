@@ -72,7 +72,7 @@ def sensitivity(
     trials = _Trials(model, {name: plan.layers for name, plan in plans.items()}, found, progress)
     batches = Calibration.of(data).batches(model)
     walk = copy.copy(found)
-    calibrator = Calibrator(model, next(iter(plans.values())).layers, walk, batches, trials, Residence(model), States())  # type: ignore[arg-type]
+    calibrator = Calibrator(model, next(iter(plans.values())).layers, walk, batches, trials, Residence(model), States())
     calibrator.run()
     tokens = 0
     if compared:
@@ -82,14 +82,14 @@ def sensitivity(
     return Sensitivity(targets, trials.costs(), tokens, tuple(calibrator.notes))
 
 
-class _Trials:
-    """Stands where a Calibrator has a Replacement: it rounds each layer under every scheme, and leaves it in its place."""
+class _Trials(Replacement):
+    """Rounds each layer under every scheme, and leaves it in its place."""
 
     def __init__(
         self, model: nn.Module, plans: Mapping[str, Sequence[LayerPlan]], layers: Sequence[Layer], progress: Progress | None
     ) -> None:
-        self.entries = list(next(iter(plans.values())))
-        self._model, self._plans, self._layers, self._progress = model, plans, list(layers), progress
+        super().__init__(model, next(iter(plans.values())), list(layers))
+        self._plans, self._tell = plans, progress
         self._groups = {i: group for group in tied_groups(self._layers) for i in group}
         self._places = [i for i, entry in enumerate(self.entries) if entry.target is not None]
         self._tried: dict[int, dict[str, _Trial]] = {}  # by the first layer of those that share a weight
@@ -104,8 +104,8 @@ class _Trials:
         group = self._group(i)
         if self.entries[i].target is None or group[0] in self._tried:
             return
-        if self._progress is not None:
-            self._progress(f"rounding {self.entries[i].name}", len(self._tried), len(self._places))
+        if self._tell is not None:
+            self._tell(f"rounding {self.entries[i].name}", len(self._tried), len(self._places))
         self._tried[group[0]] = {name: self._try(name, i, statistics, calibrated) for name in self._plans}
 
     def _try(self, name: str, i: int, statistics: Statistics | None, calibrated: bool) -> _Trial:
@@ -127,9 +127,9 @@ class _Trials:
         trials = [(i, name, trial) for i, tried in self._tried.items() for name, trial in tried.items()]
 
         def told(done: int, total: int) -> None:
-            if self._progress is not None:
+            if self._tell is not None:
                 i, name, _ = trials[(done - 1) % len(trials)]
-                self._progress(f"{self.entries[i].name} as {name}", done, total)
+                self._tell(f"{self.entries[i].name} as {name}", done, total)
 
         changes = [lambda trial=trial: trial.within(self._model) for _, _, trial in trials]
         found, tokens = divergences(self._model, batches, changes, told)
