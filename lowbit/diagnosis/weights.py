@@ -92,8 +92,8 @@ def _strange(name: str, weight_db: float, expected_db: float) -> Finding:
     return Finding(
         "codes", name,
         f"its weight is no rounding of the float one: {weight_db:.1f} dB, where rounding to nearest gives {expected_db:.1f}",
-        "Look at which file it came from; awq, smoothquant and rotation change weights on purpose: say rewritten=True, or compare "
-        "with the float model that lowbit.rewrite_ gave before it was quantized",
+        "Look at which file it came from; awq, smoothquant and rotation change weights on purpose: say rewritten=True, or "
+        "compare with the float model that lowbit.rewrite_ gave before it was quantized",
     )  # fmt: skip
 
 
