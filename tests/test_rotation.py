@@ -17,6 +17,8 @@ import lowbit
 from lowbit import QLinear, Recipe, quantize_
 from lowbit.calibration.data import Batch
 from lowbit.inserted import Hadamard, PreparedLinear, RMSNorm
+from lowbit.rewrites.emulation import rotated_difference
+from lowbit.rewrites.hadamard import Rotation
 from lowbit.rewrites.norms import measured
 from lowbit.rewrites.rotation import rotation
 from lowbit.rewrites.stream import find_stream
@@ -148,8 +150,6 @@ def test_the_seed_decides_and_nothing_else_does() -> None:
 
 
 def test_weights_are_those_of_the_formula() -> None:
-    from lowbit.rewrites.hadamard import Rotation
-
     model = build("gpt2")
     before = copy.deepcopy(model)
     rotation(model, [], seed=3)
@@ -326,6 +326,23 @@ def test_a_layer_that_computes_something_of_its_own_is_tried_before_any_weight_i
             want = model(*tokens.args)
             rotation(model, [tokens])
             assert float((model(*tokens.args) - want).abs().max() / want.abs().max()) <= SAME
+
+
+def test_rounding_that_grows_in_float32_is_told_from_a_difference() -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**{**GPT2, "n_layer": 24, "initializer_range": 1.0})
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = Batch((), {"input_ids": ids(1, 24)})
+    with torch.no_grad():
+        assert rotated_difference(model, tokens, None, find_stream(model, tokens), Rotation.of(48)) > SAME
+        wide = copy.deepcopy(model).double()
+        want = wide(**tokens.kwargs).logits
+        rotation(model, [tokens])
+        found = model.double()(**tokens.kwargs).logits
+        for parameter in wide.parameters():  # what one rounding of each weight to float32 makes of itself in 24 such layers
+            parameter *= 1 + 2**-24 * (2 * torch.rand_like(parameter) - 1)
+        rounded = wide(**tokens.kwargs).logits
+    assert float((found - want).norm()) < 4 * float((rounded - want).norm())
 
 
 def test_other_models_are_refused_by_name() -> None:

@@ -19,16 +19,22 @@ from ..layers import layer_kind
 from .hadamard import Rotation
 from .stream import Stream
 
-__all__ = ["SAME", "check_outputs", "distance", "outputs"]
+__all__ = ["SAME", "check_outputs", "distance", "outputs", "rotated_difference"]
 
 SAME = 1e-5
 """The largest difference of an output, relative to its largest number, that counts as rounding in float32."""
 
 
-def check_outputs(model: nn.Module, batch: Batch, device: Any, stream: Stream, turn: Rotation, reference: list[Tensor]) -> None:
-    """Raise ``ValueError`` where rotated activations change what the model gives."""
+def rotated_difference(model: nn.Module, batch: Batch, device: Any, stream: Stream, turn: Rotation) -> float:
+    """What rotated activations change in what ``model`` gives; see :func:`distance`."""
+    reference = outputs(call(model, batch, device))
     with _rotated(model, stream, turn):
-        found = distance(reference, outputs(call(model, batch, device)))
+        return distance(reference, outputs(call(model, batch, device)))
+
+
+def check_outputs(model: nn.Module, batch: Batch, device: Any, stream: Stream, turn: Rotation) -> None:
+    """Raise ``ValueError`` that names the first layer to differ where rotated activations change what the model gives."""
+    found = rotated_difference(model, batch, device, stream, turn)
     if found <= SAME:
         return
     before, after = _heard(model, batch, device), {}
