@@ -17,7 +17,7 @@ import lowbit
 from lowbit import QLinear, Recipe, quantize_
 from lowbit.calibration.data import Batch
 from lowbit.inserted import Hadamard, PreparedLinear, RMSNorm
-from lowbit.rewrites.emulation import rotated_difference
+from lowbit.rewrites.emulation import distance, rotated_difference
 from lowbit.rewrites.hadamard import Rotation
 from lowbit.rewrites.norms import measured
 from lowbit.rewrites.rotation import rotation
@@ -343,6 +343,23 @@ def test_rounding_that_grows_in_float32_is_told_from_a_difference() -> None:
             parameter *= 1 + 2**-24 * (2 * torch.rand_like(parameter) - 1)
         rounded = wide(**tokens.kwargs).logits
     assert float((found - want).norm()) < 4 * float((rounded - want).norm())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "want"),
+    [
+        ([1.0, -4.0], [1.0, -3.0], 0.25),
+        ([1.0, -torch.inf], [1.5, -torch.inf], 0.5),
+        ([1.0, -torch.inf], [1.0, 2.0], torch.inf),
+        ([1.0, 2.0], [1.0, torch.nan], torch.inf),
+        ([torch.nan], [torch.nan], torch.inf),
+        ([0.0, 0.0], [0.0, 0.5], 0.5),
+        ([], [], 0.0),
+    ],
+)
+def test_a_difference_is_one_of_finite_numbers(before: list[float], after: list[float], want: float) -> None:
+    assert distance([torch.tensor(before)], [torch.tensor(after)]) == want
+    assert distance([torch.tensor(before)], []) == torch.inf
 
 
 def test_other_models_are_refused_by_name() -> None:

@@ -86,16 +86,16 @@ def _rotated(model: nn.Module, stream: Stream, turn: Rotation) -> Iterator[None]
 
     def norming(name: str) -> Any:
         norm = stream.norms[name]
-        busy = [False]
+        inside = [False]
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if busy[0]:
+            if inside[0]:  # it calls the module, and so this hook
                 return None
-            busy[0] = True
+            inside[0] = True
             try:
                 return norm.plain(args[0]).to(output.dtype)
             finally:
-                busy[0] = False
+                inside[0] = False
 
         return hook
 
@@ -111,6 +111,7 @@ def _rotated(model: nn.Module, stream: Stream, turn: Rotation) -> Iterator[None]
 
 
 def outputs(output: Any) -> list[Tensor]:
+    """The float tensors of what a model gives, in float64 on the CPU."""
     return [leaf.double().cpu() for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
@@ -133,13 +134,15 @@ def _heard(model: nn.Module, batch: Batch, device: Any) -> dict[str, list[Tensor
 
 
 def distance(before: list[Tensor], after: list[Tensor]) -> float:
-    """The largest difference, relative to the largest number."""
+    """The largest difference, relative to the largest finite number; infinities in the same places do not differ."""
     if [x.shape for x in before] != [x.shape for x in after]:
         return math.inf
     found = 0.0
     for x, y in zip(before, after, strict=True):
-        top = float(x.abs().amax()) if x.numel() else 0.0
-        worst = float((x - y).abs().amax()) if x.numel() else 0.0
+        finite = x[x.isfinite()].abs()
+        apart = (x - y)[x != y].abs()
+        top = float(finite.amax()) if finite.numel() else 0.0
+        worst = float(apart.amax()) if apart.numel() else 0.0
         if not math.isfinite(worst):
             return math.inf
         found = max(found, worst / top if top > 0 else worst)
