@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def test_the_sources_of_an_architecture(name):
     path, expected = SOURCES[name]
     block, run = first_block(stirred(architectures.build(name)), path)
     with torch.no_grad():
-        found = trace(dict(block.named_modules()), run)
+        found = trace(dict(block.named_modules()), run).sources
     assert {source.name: set(source.readers) for source in found} == {name: readers for name, (readers, _) in expected.items()}
     for source in found:
         channels = expected[source.name][1]
@@ -137,7 +138,7 @@ def test_any_divisors_of_all_sources_leave_the_output_as_it_was(name, dtype):
     before = copy.deepcopy(block.state_dict())
     with torch.no_grad():
         y = run()
-        found = trace(modules, run)
+        found = trace(modules, run).sources
         assert all(torch.equal(tensor, before[key]) for key, tensor in block.state_dict().items())  # looking changes nothing
         for i, source in enumerate(found):
             fold(modules, source, i)
@@ -206,7 +207,7 @@ def test_made_up_blocks(found, dtype):
         y = block(x)
         if block.gate is not None and not bool(block.activation(block.gate(block.norm(x))).any(0).any(0).all()):
             known.pop("up")  # a channel that the gate never opens tells nothing of where it comes from
-        sources = trace(dict(block.named_modules()), lambda: block(x))
+        sources = trace(dict(block.named_modules()), lambda: block(x)).sources
         told = {s.name: {name: channel.tolist() for name, channel in s.readers.items()} for s in sources}
         assert told == known
         for i, source in enumerate(sources):
@@ -247,7 +248,7 @@ def test_experts_are_readers_also_where_no_token_comes(tokens):
     other = torch.randn(300, 8, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         before = block(other)
-        sources = trace(modules, lambda: block(x))
+        sources = trace(modules, lambda: block(x)).sources
         (norm,) = [source for source in sources if source.name == "norm"]
         assert set(norm.readers) == {"router", *(f"experts.{i}.{leaf}" for i in range(6) for leaf in ("w1", "w3"))}
         inside = [source for source in sources if source.name != "norm"]
@@ -271,13 +272,13 @@ def test_a_silent_layer_like_no_other_could_read_anything():
     block = Hidden()
     x = torch.randn(5, 4)
     with torch.no_grad():
-        assert trace(dict(block.named_modules()), lambda: block(x)) == []
+        assert trace(dict(block.named_modules()), lambda: block(x)).sources == ()
 
 
 def test_whoever_reads_besides_linear_layers_keeps_a_module_from_being_a_source():
     block, x = Experts(leaky=True), torch.randn(50, 8)  # what the norm gives is added to the output
     with torch.no_grad():
-        found = {source.name for source in trace(dict(block.named_modules()), lambda: block(x))}
+        found = {source.name for source in trace(dict(block.named_modules()), lambda: block(x)).sources}
     assert "norm" not in found
     assert "experts.0.w3" in found
 
@@ -292,7 +293,7 @@ def test_shared_parameters_are_sealed():
         *(f"model.layers.{i}.{name}" for i in (0, 1) for name in ("input_layernorm", "mlp.up_proj")),
     } | ({"lm_head", "model.embed_tokens"} if model.config.tie_word_embeddings else set())
     with torch.no_grad():
-        found = trace(dict(block.named_modules(prefix="model.layers.0")), run, closed)
+        found = trace(dict(block.named_modules(prefix="model.layers.0")), run, closed).sources
     assert {source.name for source in found} == {"model.layers.0.self_attn.v_proj"}  # the norm's readers are sealed too
 
 
@@ -305,7 +306,7 @@ def test_dead_channels_do_not_hide_what_they_come_from():
         block.up.bias[1] = 0
         x = torch.randn(20, 6)
         y = block(x)
-        sources = trace(dict(block.named_modules()), lambda: block(x))
+        sources = trace(dict(block.named_modules()), lambda: block(x)).sources
         told = {source.name: {name: channel.tolist() for name, channel in source.readers.items()} for source in sources}
         assert told == {"norm": {"up": rows(0, 6), "router": rows(0, 6)}, "up": {"down": [3, 1, 0, 2]}}
         for source in sources:
@@ -323,8 +324,38 @@ def test_a_run_that_differs_in_its_last_bits_each_time_is_seen_through():
     bare = Shaky(6, 4, "relu", False, 1, [0, 1, 2, 3], True, 1)
     x = torch.randn(20, 6)
     with torch.no_grad():
-        assert {source.name for source in trace(dict(block.named_modules()), lambda: block(x))} == {"norm", "up"}
-        assert {source.name for source in trace(dict(bare.named_modules()), lambda: bare(x))} == {"up"}
+        assert {source.name for source in trace(dict(block.named_modules()), lambda: block(x)).sources} == {"norm", "up"}
+        assert {source.name for source in trace(dict(bare.named_modules()), lambda: bare(x)).sources} == {"up"}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_a_block_like_another_is_told_by_its_example(name):
+    """In three runs, and anew where the example does not hold."""
+    path, expected = SOURCES[name]
+    model = stirred(architectures.build(name))
+    first, run = first_block(model, path)
+    second, other = first_block(model, f"{path[:-1]}1")
+    count = []
+
+    def counted() -> Any:
+        count.append(1)
+        return other()
+
+    with torch.no_grad():
+        example = trace(dict(first.named_modules(prefix=path)), run).renamed(lambda name: name.replace(path, f"{path[:-1]}1"))
+        modules = dict(second.named_modules(prefix=f"{path[:-1]}1"))
+        found = trace(modules, counted, example=example)
+        few = len(count)
+        whole = trace(modules, counted)
+    assert {s.name.removeprefix(f"{path[:-1]}1.") for s in found.sources} == set(expected)
+    assert few == 3 < len(count) / 4
+    assert [s.name for s in found.sources] == [s.name for s in whole.sources]
+    assert found.hopeless == whole.hopeless
+    for a, b in zip(found.sources, whole.sources, strict=True):
+        assert all(torch.equal(channel, b.readers[reader]) for reader, channel in a.readers.items())
+    wrong = replace(example, sources=tuple(replace(s, readers=dict(list(s.readers.items())[1:])) for s in example.sources))
+    with torch.no_grad():
+        assert {s.name for s in trace(modules, other, example=wrong).sources} == {s.name for s in whole.sources}
 
 
 def test_patterns_put_stars_for_whole_numbers():

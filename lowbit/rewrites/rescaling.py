@@ -16,7 +16,7 @@ from ..statistics import Statistics
 from .absorption import absorb, scale_columns
 from .record import Rescaled
 from .search import Choice, Pool, Reader
-from .tracing import Source, trace
+from .tracing import Source, Trace, trace
 
 if TYPE_CHECKING:
     from ..calibration.ranks import Ranks
@@ -80,6 +80,7 @@ class Rescaler:
         self._wide, self._trim = wide, trim
         self._rewrites, self._model, self._closed, self._ranks = rewrites, model, closed, ranks
         self._entries, self._layers = entries, layers
+        self._examples: dict[object, Trace] = {}
         self.records: dict[int, tuple[Rescaled, ...]] = {}
         self.notes: dict[int, tuple[str, ...]] = {}
         self.changed: list[nn.Module] = []  # beside the layers
@@ -93,23 +94,33 @@ class Rescaler:
         """
         self.records, self.notes, self.changed = {}, {}, []
         at = {self._entries[i].name: i for i in places}
-        found = None if run is None else trace(scope, run, self._closed)
-        sources = next((theirs for theirs in self._ranks.gathered(found) if theirs is not None), [])
+        first = next(rank for rank, there in enumerate(self._ranks.gathered(run is not None)) if there)
+        mine = self._traced(scope, run) if run is not None and first == self._ranks.rank else ()
+        sources = self._ranks.gathered(mine)[first]
         jobs = self._jobs(sources, at, heard)
         for rewrite in self._rewrites:
             options = dict(rewrite.options)
             insert = options.pop("insert", True)
-            mine: dict[int, Choice] = {}
+            chosen: dict[int, Choice] = {}
             for number, job in enumerate(jobs):
                 if number % self._ranks.count == self._ranks.rank and (job.source is not None or insert):
-                    mine[number] = rewrite.method.run(self._pool(job, at, heard), **options)
-            choices = {number: choice for part in self._ranks.gathered(mine) for number, choice in part.items()}
+                    chosen[number] = rewrite.method.run(self._pool(job, at, heard), **options)
+            choices = {number: choice for part in self._ranks.gathered(chosen) for number, choice in part.items()}
             for number, choice in sorted(choices.items()):
                 self._carry_out(rewrite.name, jobs[number], choice, scope, at, heard)
 
     def module(self, i: int) -> nn.Module:
         """The layer at place ``i`` as it is now."""
         return self._layers[i].module
+
+    def _traced(self, scope: Mapping[str, nn.Module], run: Callable[[], object]) -> tuple[Source, ...]:
+        """The sources in ``scope``, after the example of the last block that was built alike."""
+        prefix = next(iter(scope))
+        key = tuple((name[len(prefix) :], type(module), _shapes(module)) for name, module in scope.items())
+        example = self._examples.get(key)
+        found = trace(scope, run, self._closed, example and example.renamed(lambda name: prefix + name))
+        self._examples[key] = found.renamed(lambda name: name[len(prefix) :])
+        return found.sources
 
     # ---- what is divided together --------------------------------------------------------------------------------
 
@@ -211,3 +222,7 @@ def sealed(model: nn.Module) -> frozenset[str]:
 
 def _spread(divisor: Tensor, channels: Tensor) -> Tensor:
     return torch.where(channels >= 0, divisor.cpu()[channels.clamp(min=0)], 1.0)
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(parameter.shape) for parameter in module._parameters.values() if parameter is not None)

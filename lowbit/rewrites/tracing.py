@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..layers import layer_kind
 from ..weight import QuantizedModule
 from .absorption import channels, way_of
 
-__all__ = ["Source", "trace"]
+__all__ = ["Source", "Trace", "trace"]
 
 _ROWS = 64  # of what a layer reads that are compared, beside the largest number of each channel
 _OUTPUTS = 256  # rows of what a run gives
@@ -60,13 +60,34 @@ class Source:
         return out
 
 
-def trace(modules: Mapping[str, nn.Module], run: Run, sealed: frozenset[str] = frozenset()) -> list[Source]:
-    """The sources among ``modules``, those that are called last first.
+@dataclass(frozen=True)
+class Trace:
+    """What was found: ``sources``, those that are called last first, and ``hopeless``, patterns of the names of modules that
+    are none, because something bends what they give."""
+
+    sources: tuple[Source, ...]
+    hopeless: frozenset[str]
+
+    def renamed(self, name: Callable[[str], str]) -> Trace:
+        """The same of modules with other names; patterns are those of all."""
+        found = (
+            replace(source, name=name(source.name), readers={name(reader): c for reader, c in source.readers.items()})
+            for source in self.sources
+        )
+        return Trace(tuple(found), self.hopeless)
+
+
+def trace(
+    modules: Mapping[str, nn.Module], run: Run, sealed: frozenset[str] = frozenset(), example: Trace | None = None
+) -> Trace:
+    """The sources among ``modules``.
 
     Args:
         modules: by name, those that ``run`` runs and that may be changed.
         run: runs them on some data and gives the result.
         sealed: names of those whose parameters others read too, so that they cannot be changed.
+        example: what was found in a block that is built alike, under the names of this one. Its sources are confirmed all in
+            one run, its hopeless modules are passed over.
 
     The data flows through with some modules' outputs replaced by random numbers, so that no channel is silent by chance. A
     layer that is not called is taken for what others are whose names differ from its in numbers alone (another expert); where
@@ -75,14 +96,34 @@ def trace(modules: Mapping[str, nn.Module], run: Run, sealed: frozenset[str] = f
     linears = {name: m for name, m in modules.items() if layer_kind(m) in ("linear", "conv1d")}
     usable = {name for name, m in linears.items() if _usable(m) and name not in sealed}
     candidates = {name: m for name, m in modules.items() if name not in sealed and channels(m)}
-    kinds: dict[str, list[str]] = {}
-    for name in _called(candidates, run):
-        kinds.setdefault(pattern(name), []).append(name)
     found: list[Source] = []
-    for names in kinds.values():
-        found += _of_kind({name: candidates[name] for name in names}, linears, usable, run)
+    hopeless: set[str] = set()
+    order = _called(candidates, run)
+    last = max((order.index(name) for name in order if name in usable), default=0)
+    order = order[:last]  # what comes behind is read by no layer
+    if example is not None:
+        known = {source.name: candidates[source.name] for source in example.sources if source.name in order}
+        if len(known) == len(example.sources) and _confirmed(example.sources, known, linears, usable, run):
+            found = list(example.sources)
+        hopeless = set(example.hopeless)
+    kinds: dict[str, list[str]] = {}
+    for name in order:
+        if pattern(name) not in hopeless and all(source.name != name for source in found):
+            kinds.setdefault(pattern(name), []).append(name)
+    for kind, names in kinds.items():
+        sources, bent = _of_kind({name: candidates[name] for name in names}, linears, usable, run)
+        found += sources
+        hopeless |= {kind} if bent else set()
     found.sort(key=lambda source: list(candidates).index(source.name), reverse=True)
-    return found
+    return Trace(tuple(found), frozenset(hopeless))
+
+
+def _confirmed(
+    sources: Sequence[Source], members: dict[str, nn.Module], linears: dict[str, nn.Module], usable: set[str], run: Run
+) -> bool:
+    if not sources or any(name not in usable for source in sources for name in source.readers):
+        return False
+    return _Probe(members, linears, usable, run).confirms(sources)
 
 
 def pattern(name: str) -> str:
@@ -116,21 +157,25 @@ def _called(candidates: Mapping[str, nn.Module], run: Run) -> list[str]:
     return [name for name, fits in order.items() if fits]
 
 
-def _of_kind(members: dict[str, nn.Module], linears: dict[str, nn.Module], usable: set[str], run: Run) -> list[Source]:
-    """Sources among ``members``, which are tried together: what each gives is read by others."""
+def _of_kind(
+    members: dict[str, nn.Module], linears: dict[str, nn.Module], usable: set[str], run: Run
+) -> tuple[list[Source], bool]:
+    """Sources among ``members``, which are tried together: what each gives is read by others; and whether there are none because
+    what they give is bent, for sure and not for want of data."""
     probe = _Probe(members, linears, usable, run)
     if not probe.prepared():
-        return []
+        return [], False
     if (found := probe.sources()) is not None:
-        return found
+        return found, False
+    bent = not probe.silent
     if len(members) > 1:
-        if len(members) > _ALONE:
-            return []
-        return [s for name, module in members.items() for s in _of_kind({name: module}, linears, usable, run)]
+        alone = members.items() if len(members) <= _ALONE else ()
+        parts = [_of_kind({name: module}, linears, usable, run) for name, module in alone]
+        return [source for part, _ in parts for source in part], bent and all(odd for _, odd in parts)
     for start, stop in probe.pieces():
         if (found := probe.sources(start, stop)) is not None:
-            return found
-    return []
+            return found, False
+    return [], bent
 
 
 @dataclass
@@ -158,6 +203,7 @@ class _Heard:
     output: list[Any] = field(default_factory=list)
     exponents: dict[str, Tensor] = field(default_factory=dict)
     odd: set[str] = field(default_factory=set)
+    silent: bool = False
 
 
 class _Probe:
@@ -174,6 +220,8 @@ class _Probe:
             total += channels(module)
         self._total = total
         self._output: list[Any] = []
+        self._bent: set[str] = set()  # layers that read something else than multiples, in the last run that failed
+        self.silent = False  # whether some channel told nothing
 
     def prepared(self) -> bool:
         """Run once without factors. False where the parameters of a member cannot take them."""
@@ -181,11 +229,8 @@ class _Probe:
         return all(self._ways.get(name) is not None for name in self._members)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Parts of a linear layer's channels where later layers read fewer than it has: it may give queries, keys and values."""
-        order = list(self._reads)
-        (name,) = self._members
-        later = [other for other in order[order.index(name) + 1 :] if other in self._usable] if name in order else []
-        sizes = {_inputs(self._linears[other]) for other in later}
+        """Parts of a module's channels, where a layer that it bends reads fewer than it has: queries, keys and values, say."""
+        sizes = {_inputs(self._linears[name]) for name in self._bent if name in self._usable}
         steps = {math.gcd(self._total, k) for k in sizes if k < self._total}
         steps |= {step // 2 for step in steps if step % 2 == 0}
         for step in sorted(steps, reverse=True):
@@ -206,7 +251,9 @@ class _Probe:
             if not bool(exponents.any()):
                 continue
             heard = self._ran(exponents)
+            self.silent = self.silent or heard.silent
             if not self._is_output(heard.output):
+                self._bent = heard.odd
                 return None
             odd |= heard.odd
             for name, exponents in heard.exponents.items():
@@ -214,9 +261,26 @@ class _Probe:
         if any(bool((code < 0).any() or (code > self._total).any()) for code in codes.values()):
             return None
         reached = {name: code - 1 for name, code in codes.items() if bool(code.any())}
-        if odd & reached.keys() or not self._complete(reached):
+        if not self._complete(reached):
+            self.silent = True
+            return None
+        if odd & reached.keys():
             return None
         return [source for name in self._members if (source := self._source(name, reached)) is not None]
+
+    def confirms(self, sources: Sequence[Source]) -> bool:
+        """Whether ``sources``, of which each is a member, are read by their readers and by nothing else."""
+        if not self.prepared() or any(self._ways[source.name] != source.way for source in sources):
+            return False
+        draw = torch.Generator().manual_seed(self._total)
+        exponents = torch.randint(4, (self._total,), generator=draw)
+        undone: dict[str, Tensor] = {}
+        for source in sources:
+            mine = exponents[self._offsets[source.name] :][: source.channels]
+            mine *= source.reached
+            for name, channel in source.readers.items():
+                undone[name] = undone.get(name, 0) + torch.where(channel >= 0, mine[channel.clamp(min=0)], 0)
+        return self._is_output(self._ran(exponents, undone).output)
 
     def _source(self, name: str, reached: dict[str, Tensor]) -> Source | None:
         first, count = self._offsets[name], channels(self._members[name])
@@ -262,12 +326,14 @@ class _Probe:
 
     # ---- runs ------------------------------------------------------------------------------------------------------
 
-    def _ran(self, exponents: Tensor | None) -> _Heard:
+    def _ran(self, exponents: Tensor | None, undone: Mapping[str, Tensor] | None = None) -> _Heard:
+        """One run with outputs times two to the ``exponents``; what layers read is put right by what they see, or by what is
+        known to have to be ``undone``."""
         heard = _Heard()
         calls: dict[str, int] = {}
         with contextlib.ExitStack() as hooks:
             for name, module in self._linears.items():
-                before = self._reader(name, calls, None if exponents is None else heard)
+                before = self._reader(name, calls, None if exponents is None else heard, undone)
                 hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             for name, module in self._members.items():
                 after = self._giver(name, {}, exponents)
@@ -293,7 +359,7 @@ class _Probe:
 
         return after
 
-    def _reader(self, name: str, calls: dict[str, int], heard: _Heard | None) -> Any:
+    def _reader(self, name: str, calls: dict[str, int], heard: _Heard | None, undone: Mapping[str, Tensor] | None) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             place = "input" if "input" in kwargs else "x"
             x = args[0] if args else kwargs.get(place)
@@ -303,7 +369,7 @@ class _Probe:
             if heard is None:
                 self._reads.setdefault(name, []).append(_Read.of(x))
                 return None
-            exponents = self._exponents(name, call, x)
+            exponents = self._exponents(name, call, x, heard) if undone is None else undone.get(name, torch.zeros(1))
             if exponents is None or bool((exponents != heard.exponents.get(name, exponents)).any()):
                 heard.odd.add(name)
                 return None
@@ -315,7 +381,7 @@ class _Probe:
 
         return before
 
-    def _exponents(self, name: str, call: int, x: Tensor) -> Tensor | None:
+    def _exponents(self, name: str, call: int, x: Tensor, heard: _Heard) -> Tensor | None:
         """Of the powers of two by which each channel of ``x`` is larger than before, int64 [K]; None where some are none."""
         reads = self._reads.get(name, [])
         if call >= len(reads) or reads[call].shape != tuple(x.shape):
@@ -331,6 +397,7 @@ class _Probe:
         if not torch.equal(a, b) or bool(wrong.any()):
             return None
         if bool(silent.any()) and bool(exponents.any()):
+            heard.silent = True
             return None  # what such a channel comes from cannot be told
         return exponents.cpu()
 
