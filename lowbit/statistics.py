@@ -53,8 +53,11 @@ class Statistics:
         if s.shape != self.absmax.shape or not bool((torch.isfinite(s) & (s != 0)).all()):
             raise ValueError(f"s must be {self.absmax.numel()} finite numbers other than 0, got {list(s.shape)}")
         wide = s.to(self.gram.device, torch.float64)
-        gram = self.gram.double() / wide / wide[:, None]
-        return Statistics(gram.float(), (self.absmax.double() / wide.abs()).float(), self.count)
+        gram = torch.empty_like(self.gram)
+        for start in range(0, len(gram), _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            gram[rows] = self.gram[rows].double().div_(wide).div_(wide[rows, None])
+        return Statistics(gram, (self.absmax.double() / wide.abs()).float(), self.count)
 
     def merged(self, other: Statistics) -> Statistics:
         """The statistics of both sets of rows."""
@@ -137,13 +140,6 @@ class Tally:
                 self.gram[start : start + _CHUNK] += part[:, start : start + _CHUNK].T @ part
         self.absmax = torch.maximum(self.absmax, absmax.float())
         self.count += len(rows)
-
-    def divide(self, s: Tensor) -> None:
-        """What was added is that of x / s from now on, for ``s`` [K] (finite, not 0), in place."""
-        wide = s.to(self.gram.device, torch.float64)
-        self.gram /= wide
-        self.gram /= wide[:, None]
-        self.absmax = (self.absmax.double() / wide.abs()).float()
 
     def merge(self, other: Tally) -> None:
         """Add the rows of ``other``. Sums are float64, so their order shows in the last bits alone."""

@@ -76,7 +76,10 @@ def _invert(lower: Tensor) -> None:
     first, between, last = lower[:half, :half], lower[half:, :half], lower[half:, half:]
     _invert(first)
     _invert(last)
-    between.copy_(last @ (between @ first)).neg_()
+    for rows in between.split(_ROWS):
+        rows.copy_(rows @ first)
+    for columns in between.split(_ROWS, 1):
+        columns.copy_(last @ columns).neg_()
 
 
 def notes_on(statistics: Statistics, asked: float, used: float) -> tuple[str, ...]:

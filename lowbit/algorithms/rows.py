@@ -17,10 +17,10 @@ _NUMBERS = {"cpu": 1 << 18}  # in a slice: what a core's cache holds
 _MANY = 1 << 24  # on any other device, where each operation has a price of its own
 
 
-def slices(weight: Tensor) -> Iterator[Tensor]:
-    """``weight`` [N, K] in slices of its rows; one at least."""
+def slices(weight: Tensor, least: int = 1) -> Iterator[Tensor]:
+    """``weight`` [N, K] in slices of its rows; one at least. ``least``: rows in a slice, for products with a large matrix."""
     rows = _NUMBERS.get(weight.device.type, _MANY) // max(weight.shape[1], 1)
-    yield from weight.split(max(rows, 1))
+    yield from weight.split(max(rows, least))
 
 
 def by_rows(weight: Tensor, scheme: Scheme, find: Callable[[Tensor, Tensor | None], Scales]) -> Scales:

@@ -67,7 +67,9 @@ class Calibrator:
         self._room = room
         self._rescaler: Rescaler | None = None
         if rewrites:
-            self._rescaler = Rescaler(rewrites, model, entries, layers, sealed(model), self._ranks, wide=replacement.rounds)
+            self._rescaler = Rescaler(
+                rewrites, model, entries, layers, sealed(model), self._ranks, replacement.rounds, residence.trim
+            )
         self._stacks = block_counts(name for layer in layers for name in layer.names)
 
     @torch.inference_mode(False)
@@ -197,7 +199,7 @@ class Calibrator:
         for i in places:
             groups.setdefault(collector.group(self._names[i]), []).append(i)
         mine: dict[int, RoundedWeight] = {}
-        for number, group in enumerate(sorted(groups, key=lambda group: group not in collector.tallies)):
+        for number, group in enumerate(sorted(groups, key=lambda group: not collector.reached(group))):
             self._residence.trim()
             if number % self._ranks.count != self._ranks.rank:
                 collector.let_go(group)

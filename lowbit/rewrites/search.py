@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..algorithms.rows import slices
 from ..grid import to_codes, to_values
 from ..scales import choose, outer_scale
 from ..statistics import Statistics
@@ -21,7 +22,7 @@ from .noise import input_noise
 
 __all__ = ["Choice", "Pool", "Reader", "chosen", "levelled", "losses_of"]
 
-_NUMBERS = 1 << 24  # of a weight that are rounded at a time
+_ROWS = 256  # of a weight that are rounded at a time at least, since each slice is multiplied by the Gram matrix
 _LIMIT = 1e4  # beyond which nothing is divided or multiplied, once the middle is 1
 
 
@@ -118,7 +119,8 @@ def losses_of(pool: Pool, divisors: Sequence[Tensor], ranges: str = "range") -> 
         losses = torch.stack([loss_under(reader, reader.spread(divisor), ranges) for divisor in divisors])
         total += reader.statistics.count * losses.cpu()
         weight = reader.weight
-        size += reader.statistics.count * float(((weight @ reader.statistics.gram.to(weight.dtype)) * weight).sum())
+        gram = reader.statistics.gram.to(weight.dtype)
+        size += reader.statistics.count * sum(float((rows @ gram).mul_(rows).sum()) for rows in slices(weight, _ROWS))
     return total / size if size > 0 else torch.zeros_like(total)
 
 
@@ -138,12 +140,12 @@ def loss_under(reader: Reader, s: Tensor, ranges: str) -> Tensor:
         moments = reader.statistics.gram.diagonal() / s.square(), reader.statistics.absmax / s
         noise = input_noise(moments, activation, reader.target.activation_scale)
     try:
-        for rows in weight.split(max(1, _NUMBERS // max(weight.shape[1], 1))):
+        for rows in slices(weight, _ROWS):
             scaled = rows * s
             scales = choose(scaled, scheme, ranges, outer)
             values = to_values(to_codes(scaled, scheme, scales), scheme, scales, scaled.dtype)
-            error = (values - scaled) / s
-            total += ((error @ gram) * error).double().sum()
+            error = (values - scaled).div_(s)
+            total += (error @ gram).mul_(error).sum(dtype=torch.float64)
             if noise is not None:
                 total += (values.double().square() @ noise).sum()
     except ValueError:  # a scale that its own format cannot hold
