@@ -99,6 +99,27 @@ def rounders_table(results: list[dict[str, Any]]) -> str:
     return _markdown(head, (row(found) for found in result["rounders"]))
 
 
+def quality_table(results: list[dict[str, Any]]) -> str:
+    """Methods and peers on a real model, scheme by scheme."""
+    (result,) = results
+    most = result["material"]["rows"]
+
+    def row(found: dict[str, Any]) -> tuple[Any, ...]:
+        far = found["divergence"]
+        apart = ("", "") if far is None else (_nats(far["kl"]), f"{100 * far['agreement']:.1f}")
+        ours = found["by"] in ("lowbit", "")
+        fewer = f", {found['rows']} rows" if found.get("rows", most) < most else ""
+        name = f"`{found['recipe']}`" if ours else f"{found['recipe']} ({found['by'].split()[-1]}{fewer})"
+        return found["scheme"], name, f"{found['bits_per_weight']:.2f}", f"{found['perplexity']:.2f}", *apart
+
+    head = "scheme |method |bits a weight|perplexity|KL, nats|same token, %"
+    return _markdown(head, (row(found) for found in result["rows"]))
+
+
+def _nats(kl: float | None) -> str:
+    return "infinite" if kl is None else f"{kl:.4f}"
+
+
 def _points(d: dict[str, Any] | None) -> str:
     """A difference of accuracies with its interval, in points."""
     return "" if d is None else f"{100 * d['difference']:+.1f} [{100 * d['low']:+.1f}, {100 * d['high']:+.1f}]"
@@ -137,6 +158,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "demo": demo_table,
     "recipes": recipes_table,
     "rounders": rounders_table,
+    "quality": quality_table,
     "gemv": gemv_table,
 }
 
