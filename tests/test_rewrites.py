@@ -4,6 +4,7 @@ resumed and shared among processes like everything else."""
 from __future__ import annotations
 
 import copy
+import json
 import re
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import QLinear, Recipe, quantize_, quantize_folder, rewrite_
+from lowbit.evals import quantizing
 from lowbit.grid import to_codes, to_values
 from lowbit.inserted import Multiply
 from lowbit.rewrites.awq import awq
@@ -24,7 +26,7 @@ from lowbit.rewrites.search import Pool, Reader, levelled, losses_of
 from lowbit.rewrites.smoothquant import smoothquant
 from lowbit.scales import choose
 from lowbit.scheme import SCHEMES, Scheme
-from lowbit.statistics import Statistics, Tally
+from lowbit.statistics import Statistics
 from tests import test_architectures as architectures
 from tests.models import llama, mlp, tokens
 from tests.strategies import seeds
@@ -510,3 +512,12 @@ def test_the_command_line(tmp_path, capsys):
     assert '"rewrites"' in capsys.readouterr().out
     assert run(["plan", str(source), "-r", "awq(int4)"]) == 0
     assert "rewritten before: awq" in capsys.readouterr().out
+
+
+def test_the_bench_times_the_search_and_the_rounder(tmp_path, capsys):
+    quantizing.main(["--shapes", "8x16", "--recipes", "awq(gptq(int4, passes=1)),hqq(int4)", "--repeats", "1",
+                     "--out", str(tmp_path / "out.json")])  # fmt: skip
+    rewritten, plain = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert rewritten["rewrite"] > 0 < rewritten["round"]
+    assert "rewrite" not in plain
+    assert "awq(gptq(int4, passes=1))" in capsys.readouterr().out

@@ -1,0 +1,113 @@
+"""How long it takes to quantize one layer by each method: the rewrite's search on its own, and the rounder.
+
+python -m lowbit.evals.quantizing --device cuda --shapes 4096x4096 --out quantizing.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit import Recipe
+from lowbit.recipe import parted
+from lowbit.replacement import rounded
+from lowbit.rewrites.search import Pool, Reader
+from lowbit.statistics import Statistics
+
+from .results import write_result
+
+__all__ = ["RECIPES", "main", "measure"]
+
+RECIPES = (
+    "int4", "hqq(int4)", "clip(int4)", "gptq(int4)", "gptq(int3)", "awq(int4)", "awq(int3)", "awq(nvfp4)",
+    "smoothquant(int8_dynamic_activation_int8_weight, alpha=auto)",
+)  # fmt: skip
+
+
+def measure(
+    recipes: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    device: str = "cpu",
+    repeats: int = 3,
+    progress: Callable[[str], None] = lambda what: None,
+) -> list[dict[str, Any]]:
+    """Seconds for each of ``recipes`` and ``shapes`` (N, K): of the ``rewrite``'s search, where there is one, and of ``round``.
+
+    Each is the median of ``repeats``, every one on another weight, behind one that is not counted: the first call on a device
+    loads its libraries. Inputs are correlated and of very different sizes, as those of layers are.
+    """
+    rows = []
+    for n, k in shapes:
+        known = _statistics(k, device)
+        for spelled in recipes:
+            progress(f"{spelled}, {n} x {k}")
+            taken = [_once(Recipe.parse(spelled), _weight(n, k, seed, device), known) for seed in range(repeats + 1)][1:]
+            found = {name: statistics.median(times[name] for times in taken) for name in taken[0]}
+            rows.append({"recipe": spelled, "n": n, "k": k, **found})
+    return rows
+
+
+def _once(recipe: Recipe, weight: Tensor, known: Statistics) -> dict[str, float]:
+    """Seconds of each part for one layer."""
+    target = recipe.rules[0].target
+    assert target is not None
+    found = {}
+    for rewrite in recipe.rewrites:
+        options = {name: value for name, value in rewrite.options if name != "insert"}
+        start = _now(weight)
+        reader = Reader(weight.float(), target, known, torch.arange(weight.shape[1], device=weight.device))
+        pool = Pool(weight.shape[1], partial(iter, [reader]))
+        choice = rewrite.method.run(pool, **options)
+        found["rewrite"] = _now(weight) - start
+        s = choice.divisor.to(weight.device, torch.float32)
+        weight, known = weight * s, known.scaled(s)
+    start = _now(weight)
+    rounded(weight, target, known)
+    return {**found, "round": _now(weight) - start}
+
+
+def _now(x: Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter()
+
+
+def _weight(n: int, k: int, seed: int, device: str) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).mul_(k**-0.5).to(device, torch.bfloat16)
+
+
+def _statistics(k: int, device: str) -> Statistics:
+    """Of a quarter more rows than channels."""
+    generator = torch.Generator().manual_seed(k)
+    hidden = torch.randn(k + k // 4, k, generator=generator) * torch.logspace(0, -1.5, k)
+    mixed = hidden.to(device) @ torch.randn(k, k, generator=generator).to(device) / k**0.5
+    return Statistics.of(mixed * torch.exp(torch.randn(k, generator=generator)).to(device))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Time methods on one layer.")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="with commas between")
+    parser.add_argument("--shapes", default="4096x4096", help="N x K, with commas between")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in options.shapes.split(","))]
+    rows = measure(parted(options.recipes), shapes, options.device, options.repeats, lambda what: print(what, flush=True))
+    if options.out is not None:
+        write_result(options.out, {"device": options.device, "rows": rows})
+    for row in rows:
+        parts = ", ".join(f"{name} {row[name]:.3f} s" for name in ("rewrite", "round") if name in row)
+        print(f"{row['recipe']:64} {row['n']} x {row['k']}: {parts}")
+
+
+if __name__ == "__main__":
+    main()
