@@ -145,7 +145,11 @@ template <int bits>
 cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream) {
   const auto with = [&](auto grain, auto zero) {
     using Whole = IntegerWeights<bits, grain.value, zero.value>;  // two rows of x fill an operand B
-    constexpr bool by_fields = bits == 2 || bits == 4;  // as measured on an H200: other widths take longer so
+#if defined(LOWBIT_WHOLE)
+    constexpr bool by_fields = bits == 2 || bits == 4;
+#else
+    constexpr bool by_fields = bits < 8;
+#endif
     using Single = std::conditional_t<by_fields, FieldWeights<bits, grain.value, zero.value>, Whole>;
     return m == 1 ? launch_digits_kernel<Single, 1>(a, plan, stream) : launch_digits_kernel<Whole, 2>(a, plan, stream);
   };
