@@ -84,8 +84,23 @@ def sizes(scheme: Scheme, n: int, k: int) -> tuple[int, int]:
     return -(-total // max(n, 1)), 0 if unit.groups or not k else scheme.groups(k)
 
 
+# Whose step's bits a byte of each block of a run holds, its highest bit first. Those of a code come highest first, too.
+_BYTES = {
+    1: ("76543210",),
+    2: ("33221100",),
+    3: ("33444000", "77555111", "73666222"),
+    4: ("11110000",),
+    5: ("33300000", "66611111", "77722222", "33744444", "66755555"),
+    6: ("33000000", "33111111", "33222222"),
+    7: ("70000000", "71111111", "72222222", "73333333", "74444444", "75555555", "76666666"),
+    8: ("00000000",),
+}
+# Of floats of six bits: where the sign and the lowest bit of the first and of the second byte's code lie in a word.
+_FLOATS = {"fp6_e2m3": ((15, 4), (9, 10)), "fp6_e3m2": ((15, 5), (20, 10))}
+
+
 class _Piece(NamedTuple):
-    """``width`` bits of a code of ``step`` and ``byte`` from ``low`` on, and where in its words they lie, in one byte of them."""
+    """``width`` bits, from ``low`` on, of the code of ``step`` and ``byte``: in ``block`` from bit ``place`` of a word on."""
 
     step: int
     byte: int
@@ -95,26 +110,22 @@ class _Piece(NamedTuple):
     place: int
 
 
-# Of widths that do not divide eight: (step, lowest bit, width, block, place in its byte) of what is left over.
-_LEFT_OVER = {
-    3: ((3, 1, 2, 0, 6), (3, 0, 1, 2, 6), (7, 1, 2, 1, 6), (7, 0, 1, 2, 7)),
-    5: ((3, 2, 3, 0, 5), (3, 0, 2, 3, 6), (6, 2, 3, 1, 5), (6, 0, 2, 4, 6), (7, 2, 3, 2, 5), (7, 1, 1, 3, 5), (7, 0, 1, 4, 5)),
-    6: ((3, 4, 2, 0, 6), (3, 2, 2, 1, 6), (3, 0, 2, 2, 6)),
-    7: tuple((7, 6 - block, 1, block, 7) for block in range(7)),
-}
-# The step of each block's code that lies in a byte from bit 0 on, then from bit 3 on.
-_WHOLE = {3: ((0, 1, 2), (4, 5, 6)), 5: ((0, 1, 2, 4, 5),), 6: ((0, 1, 2),), 7: ((0, 1, 2, 3, 4, 5, 6),)}
-# Of floats of six bits: where the sign and the lowest bit of the first and the second byte's code lie in a word.
-_FLOATS = {"fp6_e2m3": ((15, 4), (9, 10)), "fp6_e3m2": ((15, 5), (20, 10))}
-
-
 def _run(bits: int) -> tuple[int, int]:
     """Steps and blocks of a run."""
     return 8 // math.gcd(8, bits), bits // math.gcd(8, bits)
 
 
-def _pieces_of_float(name: str) -> Iterator[_Piece]:
-    """Three steps in place; the fourth's bits, four at a time, are the lowest of both halves of the three words."""
+def _bits_in_bytes(bits: int) -> Iterator[_Piece]:
+    """Each bit of the codes of a run by itself."""
+    left = dict.fromkeys(range(_run(bits)[0]), bits)
+    for block, picture in enumerate(_BYTES[bits]):
+        for i, step in enumerate(map(int, picture)):
+            left[step] -= 1
+            yield from (_Piece(step, byte, left[step], 1, block, 8 * byte + 7 - i) for byte in range(4))
+
+
+def _bits_in_words(name: str) -> Iterator[_Piece]:
+    """The same of a float: three steps in place; the fourth's are the lowest four of both halves of the three words."""
     for step, byte, bit in itertools.product(range(4), range(4), range(6)):
         sign, low = _FLOATS[name][byte % 2]
         place = ((sign if bit == 5 else low + bit) + byte // 2 * 16) % 32
@@ -126,19 +137,15 @@ def _pieces_of_float(name: str) -> Iterator[_Piece]:
 
 @functools.cache
 def _pieces(bits: int, name: str) -> tuple[_Piece, ...]:
-    """How the codes of a run are cut up; a name counts where a float has a map of its own."""
-    if name in _FLOATS:
-        return tuple(_pieces_of_float(name))
-    if 8 % bits == 0:
-        parts = [(step, 0, bits, 0, step * bits) for step in range(8 // bits)]
-    else:
-        whole = [(step, 0, bits, block, 3 * i) for i, steps in enumerate(_WHOLE[bits]) for block, step in enumerate(steps)]
-        parts = [*whole, *_LEFT_OVER[bits]]
-    return tuple(
-        _Piece(step, byte, low, width, block, 8 * byte + place)
-        for step, low, width, block, place in parts
-        for byte in range(4)
-    )
+    """How the codes of a run are cut up, none across bytes; a name counts where a float has a map of its own."""
+    found: list[_Piece] = []
+    for bit in sorted(_bits_in_words(name) if name in _FLOATS else _bits_in_bytes(bits)):
+        last = found[-1] if found else None
+        if last and bit.place % 8 and bit == last._replace(low=last.low + last.width, width=1, place=last.place + last.width):
+            found[-1] = last._replace(width=last.width + 1)
+        else:
+            found.append(bit)
+    return tuple(found)
 
 
 def _bytes_of_codes(codes: Tensor, scheme: Scheme) -> Tensor:

@@ -94,6 +94,8 @@ __device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, 
 template <int bits, int log, int grain, bool flips>
 __device__ __forceinline__ void add_places(const uint8_t* lane_codes, int half, const uint4 (&b)[2], int (&v)[4 / grain][2]) {
   const int whole_at = place_of_code(bits, half * 4 % steps_of_run(bits)), rest_at = 8 - bits;
+  uint32_t whole_sign = 0x01010101u << whole_at + bits - 1, rest_sign = 0x80808080u;
+  if constexpr (flips) hide(whole_sign), hide(rest_sign);
 #pragma unroll
   for (int g = 0; g < 4 / grain; g++) {
     int whole[4] = {}, rest[4] = {};
@@ -103,7 +105,9 @@ __device__ __forceinline__ void add_places(const uint8_t* lane_codes, int half, 
       const int at = is_there ? whole_at : rest_at;
       uint32_t a[4];
       words_of<bits>(lane_codes, half * 4 + step, a);
-      masked({a[0], a[1], a[2], a[3]}, ((1u << bits) - 1 << at) * 0x01010101u, flips ? (1u << at + bits - 1) * 0x01010101u : 0, a);
+      const uint32_t mask = ((1u << bits) - 1 << at) * 0x01010101u;
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[i] = flips ? and_xor(a[i], mask, is_there ? whole_sign : rest_sign) : a[i] & mask;
       const uint4& two = b[step / 2];
       multiply<false>(is_there ? whole : rest, a, step % 2 ? two.z : two.x, step % 2 ? two.w : two.y);
     }
