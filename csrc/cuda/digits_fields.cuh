@@ -162,23 +162,42 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   template <int M>
   __device__ static __forceinline__ void add_products(const uint8_t* unit, const uint8_t* digits, const int* shares,
                                                       const Groups& groups, int lane, float (&sum)[4]) {
+    if (groups.are_inside && groups.stored == Stored::bfloat16)  // what scales usually are: no more choices on the way
+      add_products_of<true>(unit, digits, shares, groups, lane, sum);
+    else
+      add_products_of<false>(unit, digits, shares, groups, lane, sum);
+  }
+
+ private:
+  template <bool is_usual>
+  __device__ static __forceinline__ void add_products_of(const uint8_t* unit, const uint8_t* digits, const int* shares,
+                                                         const Groups& groups, int lane, float (&sum)[4]) {
     constexpr int groups_of_quad = 4 / grain;
-    constexpr int together = grain == 4 && bits >= 4 ? columns / 128 : 2;         // quads whose scales are loaded at a time
+    constexpr int together = grain == 4 && bits >= 4 ? columns / 128 : 2;  // quads whose scales are loaded at a time
     const uint8_t *lane_codes = unit + lane * 16, *lane_digits = digits + DigitsByPair::place_of(lane);
-    const uint8_t* lane_zeros = unit + zero_at(groups.scale_size) + lane / 4 * 2;
+    const uint8_t* lane_zeros = unit + zero_at(is_usual ? 2 : groups.scale_size) + lane / 4 * 2;
     const int* lane_shares = shares + lane % 4;
 #pragma unroll(bits < 4 ? 1 : 4)  // more loads at a time take too many registers
     for (int from = 0; from < columns / 128; from += together) {
-      float2 scale[together * groups_of_quad];
-      int2 points[together * groups_of_quad];
-      scales_of<false>(unit + code_bytes + from * groups_of_quad * rows_of_tile * groups.scale_size, groups, scale);
+      constexpr int count = together * groups_of_quad;
+      const int first = from * groups_of_quad;
+      float2 scale[count];
+      int2 points[count];
+      if constexpr (is_usual) {
+        const uint8_t* lane_scales = unit + code_bytes + lane / 4 * 4;
+#pragma unroll
+        for (int g = 0; g < count; g++)
+          scale[g] = two_of(*reinterpret_cast<const uint32_t*>(lane_scales + (first + g) * rows_of_tile * 2), false);
+      } else {
+        scales_of<false>(unit + code_bytes + first * rows_of_tile * groups.scale_size, groups, scale);
+      }
       if constexpr (has_zero) {
 #pragma unroll
-        for (int g = 0; g < together * groups_of_quad; g++) points[g] = groups.zero_of_row;
-        if (groups.are_inside) {
+        for (int g = 0; g < count; g++) points[g] = groups.zero_of_row;
+        if (is_usual || groups.are_inside) {
 #pragma unroll
-          for (int g = 0; g < together * groups_of_quad; g++) {
-            const uint32_t two = *reinterpret_cast<const uint16_t*>(lane_zeros + (from * groups_of_quad + g) * rows_of_tile);
+          for (int g = 0; g < count; g++) {
+            const uint32_t two = *reinterpret_cast<const uint16_t*>(lane_zeros + (first + g) * rows_of_tile);
             points[g] = {static_cast<int>(two & 0xff), static_cast<int>(two >> 8)};
           }
         }

@@ -1,8 +1,8 @@
 // From the codes of a unit (tiles.cuh) to operand A of the tensor cores on 16-bit floats, mma.m16n8k16 or wgmma.m64nNk16.
 //
-// A lane holds sixteen bytes of each plane, and of each step of 32 columns makes two operands of four registers: rows g and
+// A lane holds sixteen bytes of each block, and of each step of 32 columns makes two operands of four registers: rows g and
 // g + 8 (g = lane / 4) of columns 2t, 2t + 1 (t = lane % 4), then of those eight further. Every code becomes its number
-// exactly; a step, a field and a place are constants once the loops around them are unrolled.
+// exactly; a step and a place are constants once the loops around them are unrolled.
 //
 // A family of formats is a class with
 //   bits, parts        width of a code, and how many operands add up to the weights (one, where 16 bits hold a number)
