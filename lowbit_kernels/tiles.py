@@ -4,18 +4,19 @@ A weight [N, K] is cut into units of 16 rows and 512 columns (256 where a code h
 rows one behind the other along K. A unit holds its codes, then the scales of its groups, then their zero points, and ends
 on 16 bytes.
 
-Codes lie in runs of 32, 64, 128 or 256 columns, steps of 32, the fewest whose bits fill whole words: ``w`` blocks of 512 bytes
-for ``s`` steps, ``8 w = s bits``. The codes of ``row`` and ``column`` in the steps of a run are in the 16 bytes of lane
-``4 (row % 8) + column % 8 / 2`` in each block, there in word ``row / 8 + 2 (column % 32 / 16)``, there in byte
+Codes lie in runs of steps of 32 columns, the fewest steps whose codes fill whole bytes: ``8 / gcd(8, bits)`` of them in
+``bits / gcd(8, bits)`` blocks of 512 bytes. What stands for ``row`` and ``column`` of each step is in the 16 bytes of lane
+``4 (row % 8) + column % 8 / 2`` of the blocks, there in word ``row / 8 + 2 (column % 32 / 16)``, there in byte
 ``column % 16 / 8 + 2 (column % 2)``. So two fields 16 bits apart are a register of operand A of ``mma.m16n8k16`` and
 ``wgmma.m64nNk16`` on 16-bit floats with the columns in their own order, and a word, masked, is one of ``m16n8k32`` on 8-bit
 integers with the columns of a step in another order, the same for every row, which x then has too.
 
-Widths that divide eight fill the one byte, from its lowest bit on, step by step. Of the others a byte holds one whole code of
-each block (of three bits two), where kernels use it without moving it, and the bits left over in the bytes of all blocks
-make up the codes of the steps that remain: their highest bits where they are used, too, and the others below, to be shifted
-there. Six bits that stand for a float have no use for bytes. Their bits lie in a word where one AND, or a rotation and an
-AND, makes bfloat16 of two codes: sign, exponent and mantissa have the places that they have there.
+A width that divides eight fills the byte of its one block step by step, from the lowest bit on. Of another the byte of each
+block holds a whole code (of three bits two), which kernels take as it lies, and what is left over of these bytes makes up the
+codes of the other steps: their highest bits lie where they are taken, and the others above their places.
+A float of six bits is never taken by the byte. Its bits lie in words where bfloat16 has them: one AND makes two numbers of the
+codes of even bytes, and a rotation and an AND, or for want of room a shift for the signs and one for the rest, two of those of
+odd ones.
 
 Scales and zero points lie group by group, in the order of rows 0, 8, 1, 9, ... 7, 15: a lane's two rows side by side.
 Where groups do not divide a unit, and where the whole row is one, they stay as they are.

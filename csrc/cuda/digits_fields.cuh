@@ -112,7 +112,8 @@ __device__ __forceinline__ void add_places(const uint8_t* lane_codes, int half, 
       multiply<false>(is_there ? whole : rest, a, step % 2 ? two.z : two.x, step % 2 ? two.w : two.y);
     }
 #pragma unroll
-    for (int row = 0; row < 2; row++) v[g][row] += (whole[2 * row + half] << log - whole_at) + (rest[2 * row + half] << log - rest_at);
+    for (int row = 0; row < 2; row++)
+      v[g][row] += (whole[2 * row + half] << log - whole_at) + (rest[2 * row + half] << log - rest_at);
   }
 }
 
@@ -162,10 +163,13 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   template <int M>
   __device__ static __forceinline__ void add_products(const uint8_t* unit, const uint8_t* digits, const int* shares,
                                                       const Groups& groups, int lane, float (&sum)[4]) {
-    if (groups.are_inside && groups.stored == Stored::bfloat16)  // what scales usually are: no more choices on the way
-      add_products_of<true>(unit, digits, shares, groups, lane, sum);
-    else
-      add_products_of<false>(unit, digits, shares, groups, lane, sum);
+    if constexpr (bits != 4) {  // whose scales take up all registers
+      if (groups.are_inside && groups.stored == Stored::bfloat16) {  // as usual: no more choices on the way
+        add_products_of<true>(unit, digits, shares, groups, lane, sum);
+        return;
+      }
+    }
+    add_products_of<false>(unit, digits, shares, groups, lane, sum);
   }
 
  private:
@@ -177,7 +181,8 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
     const uint8_t *lane_codes = unit + lane * 16, *lane_digits = digits + DigitsByPair::place_of(lane);
     const uint8_t* lane_zeros = unit + zero_at(is_usual ? 2 : groups.scale_size) + lane / 4 * 2;
     const int* lane_shares = shares + lane % 4;
-#pragma unroll(bits < 4 ? 1 : 4)  // more loads at a time take too many registers
+    constexpr int at_once = bits > 3 ? 4 : bits == 3 && grain == 4 && has_zero ? 2 : 1;  // more would take too many registers
+#pragma unroll(at_once)
     for (int from = 0; from < columns / 128; from += together) {
       constexpr int count = together * groups_of_quad;
       const int first = from * groups_of_quad;
@@ -216,7 +221,8 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
         if constexpr (fills_bytes)
           add_fields<bits, log_of_integers, grain, !has_zero>(lane_codes, quad, b(quad), v);
         else
-          add_places<bits, log_of_integers, grain, !has_zero>(lane_codes + from / 2 * bits * 512, inner, {b(from), b(from + 1)}, v);
+          add_places<bits, log_of_integers, grain, !has_zero>(lane_codes + from / 2 * bits * 512, inner, {b(from), b(from + 1)},
+                                                              v);
 #pragma unroll
         for (int i = 0; i < groups_of_quad; i++) {  // small numbers, which do not overflow where a scale is large
           const float2 f = scale[inner * groups_of_quad + i];

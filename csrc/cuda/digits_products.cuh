@@ -1,8 +1,8 @@
 // The products of a unit of weights (tiles.cuh) and the digits of x (digits_of_x.cuh) on the integer tensor cores.
 //
 // A code of fewer than eight bits is used in the upper bits of a byte, 2^(8 - bits) q, which costs a shift and an AND for four
-// codes that lie whole in their bytes. Products and the sums of a group are exact integers, and so is the zero point's share, z times the sums
-// of the digits. From there on fp32: the group's scale, and the sum of groups.
+// codes that lie whole in their bytes. Products and the sums of a group are exact integers, and so is the zero point's share,
+// z times the sums of the digits. From there on fp32: the group's scale, and the sum of groups.
 #pragma once
 
 #include "digits_of_x.cuh"

@@ -287,7 +287,7 @@ struct Floats {
                                               uint32_t (&a)[parts][4], See see) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int left = 8 - bits - place_of_code(bits, step % steps_of_run(bits));  // how far the sign is from its byte's highest bit
+      const int left = 8 - bits - place_of_code(bits, step % steps_of_run(bits));  // bits of its byte above the sign
       const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half);
       const uint32_t signs = codes << left + (i < 2 ? 8 : 0);
       if constexpr (is_in_place) {
@@ -387,7 +387,8 @@ struct Quantiles {
                                                   const Row&, const Row&, uint32_t (&a)[parts][4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t codes = and_or(codes_of<bits>(held, step, i % 2 + 2 * half) >> 4 * (step % 2), 0x0f0f0f0fu, constants.places);
+      const uint32_t shifted = codes_of<bits>(held, step, i % 2 + 2 * half) >> 4 * (step % 2);
+      const uint32_t codes = and_or(shifted, 0x0f0f0f0fu, constants.places);
       const uint32_t one = load(__byte_perm(codes, constants.of_lane, i < 2 ? 0x7604 : 0x7614));
       const uint32_t other = load(__byte_perm(codes, constants.of_lane, i < 2 ? 0x7624 : 0x7634));
       a[0][i] = __byte_perm(one, other, 0x5410);
@@ -401,7 +402,8 @@ struct Quantiles {
                                                uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint32_t codes = and_or(codes_of<bits>(held, step, i + 2 * half) >> 4 * (step % 2), 0x0f0f0f0fu, constants.places);
+      const uint32_t shifted = codes_of<bits>(held, step, i + 2 * half) >> 4 * (step % 2);
+      const uint32_t codes = and_or(shifted, 0x0f0f0f0fu, constants.places);
       a[0][i] = load(__byte_perm(codes, constants.of_lane, 0x7604));
       a[0][i + 2] = load(__byte_perm(codes, constants.of_lane, 0x7624));
       a[1][i] = load(__byte_perm(codes, constants.of_lane, 0x7614));

@@ -40,7 +40,8 @@ __host__ __device__ constexpr int most_parts_of_code(int bits) {
   return bits == 3 ? 2 : bits == 5 || bits == 6 ? 3 : bits == 7 ? 7 : 1;
 }
 __host__ __device__ constexpr PartOfCode part_of_code(int bits, int step, int i) {
-  if (is_whole(bits, step)) return {bits == 3 ? step % 4 : bits == 5 ? step - step / 4 : bits > 5 && bits < 8 ? step : 0, i ? 0 : bits, 0};
+  if (is_whole(bits, step))
+    return {bits == 3 ? step % 4 : bits == 5 ? step - step / 4 : 8 % bits ? step : 0, i ? 0 : bits, 0};
   switch (bits) {
     case 3: return i == 0 ? PartOfCode{step / 4, 2, 0} : i == 1 ? PartOfCode{2, 1, 1 + step / 4} : PartOfCode{0, 0, 0};
     case 5:
