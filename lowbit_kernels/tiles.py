@@ -1,15 +1,22 @@
 """The ``tiles`` layout: sixteen rows at a time, so that what a lane of a warp reads is its operand of the tensor cores.
 
 A weight [N, K] is cut into units of 16 rows and 512 columns (256 where a code has more than four bits), the units of 16
-rows one behind the other along K. A unit holds its codes plane by plane, as the canonical packing does (a width that is
-no power of two is a sum of such widths), then the scales of its groups, then their zero points, and ends on 16 bytes.
+rows one behind the other along K. A unit holds its codes, then the scales of its groups, then their zero points, and ends
+on 16 bytes.
 
-Within a plane of ``w`` bits, 512 bytes hold 16 rows and ``8 / w`` steps of 32 columns. The code of ``row`` and ``column``
-is in the 16 bytes of lane ``4 (row % 8) + column % 8 / 2``, there in word ``row / 8 + 2 (column % 32 / 16)``, there in byte
-``column % 16 / 8 + 2 (column % 2)``, and there in the ``(step % (8 / w))``-th field of ``w`` bits, ``step = column / 32``.
-So two fields 16 bits apart are a register of operand A of ``mma.m16n8k16`` and ``wgmma.m64nNk16`` on 16-bit floats with
-the columns in their own order, and a word of the plane, masked, is one of ``m16n8k32`` on 8-bit integers with the columns
-of a step in another order, the same for every row, which x then has too.
+Codes lie in runs of steps of 32 columns, the fewest steps whose codes fill whole bytes: ``8 / gcd(8, bits)`` of them in
+``bits / gcd(8, bits)`` blocks of 512 bytes. What stands for ``row`` and ``column`` of each step is in the 16 bytes of lane
+``4 (row % 8) + column % 8 / 2`` of the blocks, there in word ``row / 8 + 2 (column % 32 / 16)``, there in byte
+``column % 16 / 8 + 2 (column % 2)``. So two fields 16 bits apart are a register of operand A of ``mma.m16n8k16`` and
+``wgmma.m64nNk16`` on 16-bit floats with the columns in their own order, and a word, masked, is one of ``m16n8k32`` on 8-bit
+integers with the columns of a step in another order, the same for every row, which x then has too.
+
+A width that divides eight fills the byte of its one block step by step, from the lowest bit on. Of another the byte of each
+block holds a whole code (of three bits two), which kernels take as it lies, and what is left over of these bytes makes up the
+codes of the other steps: their highest bits lie where they are taken, and the others above their places.
+A float of six bits is never taken by the byte. Its bits lie in words where bfloat16 has them: one AND makes two numbers of the
+codes of even bytes, and a rotation and an AND, or for want of room a shift for the signs and one for the rest, two of those of
+odd ones.
 
 Scales and zero points lie group by group, in the order of rows 0, 8, 1, 9, ... 7, 15: a lane's two rows side by side.
 Where groups do not divide a unit, and where the whole row is one, they stay as they are.
@@ -20,6 +27,8 @@ as many bytes a row as the units need, rounded up.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -27,13 +36,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.packing import pack_unchecked, packed_size, plane_widths, unpack
+from lowbit.packing import pack_unchecked, packed_size, unpack
 from lowbit.scheme import Scheme
 
 __all__ = ["ROWS", "Unit", "arrange", "restore", "sizes"]
 
 ROWS = 16
-_LANES = 32
 
 
 class Unit(NamedTuple):
@@ -41,7 +49,7 @@ class Unit(NamedTuple):
 
     columns: int
     groups: int
-    plane_bytes: tuple[int, ...]
+    code_bytes: int
     scale_bytes: int
     zero_bytes: int
 
@@ -54,14 +62,14 @@ class Unit(NamedTuple):
         return Unit(
             columns,
             groups,
-            tuple(ROWS * columns * width // 8 for width in plane_widths(scheme.bits)),
+            ROWS * columns * scheme.bits // 8,
             ROWS * groups * scheme.scale_dtype.itemsize,
             0 if zero is None else ROWS * groups * zero.itemsize,
         )
 
     @property
     def nbytes(self) -> int:
-        used = sum(self.plane_bytes) + self.scale_bytes + self.zero_bytes
+        used = self.code_bytes + self.scale_bytes + self.zero_bytes
         return -(-used // 16) * 16
 
 
@@ -77,22 +85,95 @@ def sizes(scheme: Scheme, n: int, k: int) -> tuple[int, int]:
     return -(-total // max(n, 1)), 0 if unit.groups or not k else scheme.groups(k)
 
 
-def _plane(codes: Tensor, width: int) -> Tensor:
-    """Fields of ``width`` bits [units, 16, columns] as the bytes of a plane [units, bytes]."""
-    fields = 8 // width
-    # row / 8, row % 8, chunk, field, word / 2, byte % 2, lane % 4, byte / 2
-    spread = codes.reshape(-1, 2, 8, codes.shape[-1] // (32 * fields), fields, 2, 2, 4, 2)
-    moved = spread.permute(0, 3, 2, 7, 5, 1, 8, 6, 4)
-    return pack_unchecked(moved.reshape(codes.shape[0], -1), width)
+# Whose step's bits a byte of each block of a run holds, its highest bit first. Those of a code come highest first, too.
+_BYTES = {
+    1: ("76543210",),
+    2: ("33221100",),
+    3: ("33444000", "77555111", "73666222"),
+    4: ("11110000",),
+    5: ("33300000", "66611111", "77722222", "33744444", "66755555"),
+    6: ("33000000", "33111111", "33222222"),
+    7: ("70000000", "71111111", "72222222", "73333333", "74444444", "75555555", "76666666"),
+    8: ("00000000",),
+}
+# Of floats of six bits: where the sign and the lowest bit of the first and of the second byte's code lie in a word.
+_FLOATS = {"fp6_e2m3": ((15, 4), (9, 10)), "fp6_e3m2": ((15, 5), (20, 10))}
 
 
-def _codes(plane: Tensor, width: int, columns: int) -> Tensor:
-    """The inverse of :func:`_plane`."""
-    fields = 8 // width
-    flat = unpack(plane, width, ROWS * columns)
-    # chunk, row % 8, lane % 4, word / 2, row / 8, byte / 2, byte % 2, field
-    moved = flat.reshape(-1, columns // (32 * fields), 8, 4, 2, 2, 2, 2, fields)
-    return moved.permute(0, 5, 2, 1, 8, 4, 7, 3, 6).reshape(-1, ROWS, columns)
+class _Piece(NamedTuple):
+    """``width`` bits, from ``low`` on, of the code of ``step`` and ``byte``: in ``block`` from bit ``place`` of a word on."""
+
+    step: int
+    byte: int
+    low: int
+    width: int
+    block: int
+    place: int
+
+
+def _run(bits: int) -> tuple[int, int]:
+    """Steps and blocks of a run."""
+    return 8 // math.gcd(8, bits), bits // math.gcd(8, bits)
+
+
+def _bits_in_bytes(bits: int) -> Iterator[_Piece]:
+    """Each bit of the codes of a run by itself."""
+    left = dict.fromkeys(range(_run(bits)[0]), bits)
+    for block, picture in enumerate(_BYTES[bits]):
+        for i, step in enumerate(map(int, picture)):
+            left[step] -= 1
+            yield from (_Piece(step, byte, left[step], 1, block, 8 * byte + 7 - i) for byte in range(4))
+
+
+def _bits_in_words(name: str) -> Iterator[_Piece]:
+    """The same of a float: three steps in place; the fourth's are the lowest four of both halves of the three words."""
+    for step, byte, bit in itertools.product(range(4), range(4), range(6)):
+        sign, low = _FLOATS[name][byte % 2]
+        place = ((sign if bit == 5 else low + bit) + byte // 2 * 16) % 32
+        if step < 3:
+            yield _Piece(step, byte, bit, 1, step, place)
+        else:
+            yield _Piece(step, byte, bit, 1, place % 16 // 4 - 1, place // 16 * 16 + place % 4)
+
+
+@functools.cache
+def _pieces(bits: int, name: str) -> tuple[_Piece, ...]:
+    """How the codes of a run are cut up, none across bytes; a name counts where a float has a map of its own."""
+    found: list[_Piece] = []
+    for bit in sorted(_bits_in_words(name) if name in _FLOATS else _bits_in_bytes(bits)):
+        last = found[-1] if found else None
+        if last and bit.place % 8 and bit == last._replace(low=last.low + last.width, width=1, place=last.place + last.width):
+            found[-1] = last._replace(width=last.width + 1)
+        else:
+            found.append(bit)
+    return tuple(found)
+
+
+def _bytes_of_codes(codes: Tensor, scheme: Scheme) -> Tensor:
+    """Codes [units, 16, columns] as the bytes [units, bytes] of units."""
+    steps, blocks = _run(scheme.bits)
+    # row / 8, row % 8, run, step, word / 2, byte % 2, lane % 4, byte / 2
+    spread = codes.reshape(-1, 2, 8, codes.shape[-1] // (32 * steps), steps, 2, 2, 4, 2)
+    moved = spread.permute(4, 8, 6, 0, 3, 2, 7, 5, 1).flatten(1, 2)
+    out = codes.new_zeros(moved.shape[2], moved.shape[3], blocks, *moved.shape[4:], 4)
+    for piece in _pieces(scheme.bits, scheme.format):
+        part = (moved[piece.step, piece.byte] >> piece.low) & ((1 << piece.width) - 1)
+        out[:, :, piece.block, ..., piece.place // 8] |= part << piece.place % 8
+    return out.reshape(codes.shape[0], -1)
+
+
+def _codes_of_bytes(held: Tensor, scheme: Scheme, columns: int) -> Tensor:
+    """The inverse of :func:`_bytes_of_codes`."""
+    steps, blocks = _run(scheme.bits)
+    runs = columns // (32 * steps)
+    spread = held.reshape(-1, runs, blocks, 8, 4, 2, 2, 4)
+    codes = held.new_zeros(steps, 4, spread.shape[0], runs, 8, 4, 2, 2)
+    for piece in _pieces(scheme.bits, scheme.format):
+        part = (spread[:, :, piece.block, ..., piece.place // 8] >> piece.place % 8) & ((1 << piece.width) - 1)
+        codes[piece.step, piece.byte] |= part << piece.low
+    # byte / 2, byte % 2, unit, run, row % 8, lane % 4, word / 2, row / 8
+    apart = codes.unflatten(1, (2, 2))
+    return apart.permute(3, 8, 5, 4, 0, 7, 2, 6, 1).reshape(-1, ROWS, columns)
 
 
 def _cut(part: Tensor, tiles: int, units: int, columns: int) -> Tensor:
@@ -130,10 +211,7 @@ def _matrix_bytes(packed: Tensor, inner: list[Tensor], scheme: Scheme, k: int) -
     unit, n = Unit.of(scheme), packed.shape[0]
     tiles, units = _units(scheme, n, k)
     codes = _cut(unpack(packed, scheme.bits, k), tiles, units, unit.columns)
-    pieces, shift = [], 0
-    for width in plane_widths(scheme.bits):
-        pieces.append(_plane((codes >> shift) & ((1 << width) - 1), width))
-        shift += width
+    pieces = [_bytes_of_codes(codes, scheme)]
     for part in inner:
         size = unit.groups * part.element_size()
         raw = part.contiguous().view(torch.uint8)
@@ -169,10 +247,8 @@ def _matrix_parts(body: Tensor, scheme: Scheme, n: int, k: int) -> list[Tensor]:
     """The inverse of :func:`_matrix_bytes`: packed rows, and the bytes of scales and zero points where units hold them."""
     unit = Unit.of(scheme)
     units = -(-k // unit.columns)
-    at, low, codes = 0, 0, torch.zeros((), dtype=torch.uint8, device=body.device)
-    for width, size in zip(plane_widths(scheme.bits), unit.plane_bytes, strict=True):
-        codes = codes | (_codes(body[:, at : at + size], width, unit.columns) << low)
-        at, low = at + size, low + width
+    at = unit.code_bytes
+    codes = _codes_of_bytes(body[:, :at], scheme, unit.columns)
     parts = [pack_unchecked(_join(codes, units, n, k), scheme.bits)]
     for size in (unit.scale_bytes, unit.zero_bytes):
         if size:

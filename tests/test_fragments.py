@@ -108,7 +108,16 @@ def test_scales_of_nvfp4_that_are_subnormal_or_negative(family, dtype, outer):
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", ["fp4_e2m1:g64:bf16", "fp4_e2m1:g32:e8m0", "fp4_e2m1:g16:fp8_e4m3fn:outer", "mxint8:g32:e8m0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp4_e2m1:g64:bf16",
+        "fp4_e2m1:g32:e8m0",
+        "fp4_e2m1:g16:fp8_e4m3fn:outer",
+        "mxint8:g32:e8m0",
+        *(f"int{bits}:g{32 << bits % 3}:bf16" for bits in (2, 3, 4, 5, 6, 8)),
+    ],
+)
 def test_digits_of_x_that_is_not_finite(name, value):
     torch.manual_seed(0)
     scheme = Scheme.parse(name)

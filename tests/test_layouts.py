@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import struct
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lowbit import QTensor, Scheme, strict, trace_kernels
-from lowbit.packing import plane_widths
+from lowbit.formats import FORMATS
+from lowbit.packing import pack
 from lowbit.scheme import SCHEMES
 from lowbit_kernels.layouts import LAYOUTS, Parts
 from lowbit_kernels.tiles import ROWS, Unit
@@ -37,25 +42,89 @@ def test_tiles_lose_nothing(name: str, n: int, k: int, experts: tuple[int, ...])
             assert before.dtype == after.dtype
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int6", "int7", "int1"])
-def test_a_code_lies_where_the_map_says(name: str) -> None:
+PLACES = [(0, 0), (1, 1), (8, 2), (15, 7), (16, 31), (23, 33), (39, 599), (30, 300), (9, 511), (5, 130), (12, 230), (7, 190)]
+
+
+def arranged(name: str, n: int, k: int) -> tuple[Tensor, Tensor, Unit]:
+    """Random codes, the bytes of their tiles, and what a unit holds."""
     scheme = Scheme.parse(name)
-    unit = Unit.of(scheme)
+    codes = torch.randint(1 << scheme.bits, (n, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    parts = Parts(pack(codes, scheme.bits), torch.ones(n, scheme.groups(k)).to(scheme.scale_dtype), None)
+    return codes, LAYOUTS["tiles"].arrange(parts, scheme, k).packed.flatten(), Unit.of(scheme)
+
+
+def words_at(flat: Tensor, unit: Unit, bits: int, k: int, row: int, column: int) -> tuple[list[int], int, int]:
+    """The words of the blocks of a run that have a part of a code, the code's byte there, and its step of the run."""
+    steps, blocks = 8 // math.gcd(8, bits), bits // math.gcd(8, bits)
+    r, c, step = row % ROWS, column % unit.columns, column % unit.columns // 32
+    at = (row // ROWS * -(-k // unit.columns) + column // unit.columns) * unit.nbytes + step // steps * blocks * 512
+    lane, word = 4 * (r % 8) + c % 8 // 2, r // 8 + 2 * (c % 32 // 16)
+    start = at + lane * 16 + word * 4
+    words = [int.from_bytes(flat[start + b * 512 : start + b * 512 + 4].numpy().tobytes(), "little") for b in range(blocks)]
+    return words, c % 16 // 8 + 2 * (c % 2), step % steps
+
+
+# How kernels put together what others leave over: (width, block, how far its bits are above where they are used), the highest
+# bits first and in the highest bits of a byte.
+REST = {
+    (3, 3): ((2, 0, 0), (1, 2, 1)),
+    (3, 7): ((2, 1, 0), (1, 2, 2)),
+    (5, 3): ((3, 0, 0), (2, 3, 3)),
+    (5, 6): ((3, 1, 0), (2, 4, 3)),
+    (5, 7): ((3, 2, 0), (1, 3, 1), (1, 4, 2)),
+    (6, 3): ((2, 0, 0), (2, 1, 2), (2, 2, 4)),
+    (7, 7): tuple((1, block, block) for block in range(7)),
+}
+# The block and the lowest bit of codes that lie whole in a byte.
+WHOLE = {
+    3: {0: (0, 0), 1: (1, 0), 2: (2, 0), 4: (0, 3), 5: (1, 3), 6: (2, 3)},
+    5: {0: (0, 0), 1: (1, 0), 2: (2, 0), 4: (3, 0), 5: (4, 0)},
+    **{bits: {step: (step, 0) for step in range(bits // math.gcd(8, bits))} for bits in (6, 7)},
+    **{bits: {step: (0, bits * step) for step in range(8 // bits)} for bits in (1, 2, 4, 8)},
+}
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_a_code_lies_where_the_map_says(bits: int) -> None:
     n, k = 40, 600
-    q = QTensor.quantize(torch.randn(n, k, generator=torch.Generator().manual_seed(0)), scheme)
-    codes, flat = q.codes(), q.to_layout("tiles").packed.flatten()
-    units = -(-k // unit.columns)
-    for row, column in [(0, 0), (1, 1), (8, 2), (15, 7), (16, 31), (23, 33), (39, 599), (30, 300), (9, 511), (5, 130)]:
-        r, c, step = row % ROWS, column % unit.columns, column % unit.columns // 32
-        at = (row // ROWS * units + column // unit.columns) * unit.nbytes
-        lane, word, byte = 4 * (r % 8) + c % 8 // 2, r // 8 + 2 * (c % 32 // 16), c % 16 // 8 + 2 * (c % 2)
-        found = low = 0
-        for width, size in zip(plane_widths(scheme.bits), unit.plane_bytes, strict=True):
-            fields = 8 // width
-            held = int(flat[at + step // fields * 512 + lane * 16 + word * 4 + byte])
-            found |= (held >> (width * (step % fields)) & ((1 << width) - 1)) << low
-            low, at = low + width, at + size
+    codes, flat, unit = arranged(f"int{bits}:g64:bf16", n, k)
+    for row, column in PLACES:
+        words, byte, step = words_at(flat, unit, bits, k, row, column)
+        held = [word >> 8 * byte & 0xFF for word in words]
+        if step in WHOLE[bits]:
+            block, place = WHOLE[bits][step]
+            found = held[block] >> place & ((1 << bits) - 1)
+        else:
+            found, low = 0, 8
+            for width, block, above in REST[bits, step]:
+                low -= width
+                found |= held[block] >> above & ((1 << width) - 1) << low
+            found >>= low
         assert found == codes[row, column]
+
+
+@pytest.mark.parametrize(("name", "exponent"), [("fp6_e2m3", 2), ("fp6_e3m2", 3)])
+def test_six_bits_of_a_float_lie_as_bfloat16_has_them(name: str, exponent: int) -> None:
+    """One AND makes it of the codes of even bytes, and of the others a rotation, or a shift for the sign and one for the rest."""
+    n, k = 40, 600
+    codes, flat, unit = arranged(f"{name}:g64:bf16", n, k)
+    bias, size = 2 ** (exponent - 1) - 1, 0x01F0 if exponent == 2 else 0x03E0
+    for row, column in PLACES:
+        words, byte, step = words_at(flat, unit, 6, k, row, column)
+        if step < 3:
+            word = words[step]
+        else:
+            low = [word & 0x000F000F for word in words]
+            word = low[0] << 4 | low[1] << 8 | low[2] << 12
+        turned = (word >> 5 | word << 27) & 0xFFFFFFFF
+        if byte % 2 == 0:
+            half = word >> 8 * byte & (0x8000 | size)
+        elif exponent == 3:
+            half = turned >> 8 * (byte - 1) & (0x8000 | size)
+        else:
+            half = (word << 6) >> 8 * (byte - 1) & 0x8000 | (word >> 6) >> 8 * (byte - 1) & size
+        number = struct.unpack("<f", (half << 16).to_bytes(4, "little"))[0] * 2.0 ** (127 - bias)
+        assert number == FORMATS[name].values[codes[row, column]]
 
 
 def test_tiles_of_nothing() -> None:

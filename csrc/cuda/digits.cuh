@@ -276,6 +276,7 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
 #pragma unroll
     for (int m = 0; m < M; m++) {
       float sum = 0;
+#pragma unroll 8
       for (int w = 0; w < a.column_warps; w++) sum += partial[(tile * a.column_warps + w) * (M * rows_of_tile) + m * rows_of_tile + row];
       sum *= constants.x;
       if (!is_finite) {

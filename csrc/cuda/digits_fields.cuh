@@ -1,11 +1,12 @@
-// The products of a unit of integers and the digits of one row of x on the integer tensor cores, where codes are never put
-// together or moved.
+// The products of a unit of integers and the digits of one row of x on the integer tensor cores, where codes are never moved,
+// and put together only where they are made up of what other codes leave over (tiles.cuh).
 //
-// A plane of a byte's fields is an operand A with all but one field masked away, or with those above it too: of a byte of two
+// Codes that fill a byte are an operand A with all but one field masked away, or with those above it too: of a byte of two
 // fields, `low` times the digits of both steps and the whole byte times those of the higher step give both products, since
-// 16 high = byte - low. Planes are operands of their own. Products, the sums of a group, and those of them that make up a code,
-// by powers of two, are exact integers, and so is the zero point's share, z times the sums of the digits. A signed code is one
-// without a sign whose zero point is 2^(bits - 1). From there on fp32: the group's scale, and the sum of groups.
+// 16 high = byte - low. Codes of other widths are masked where they lie, and those of a group that lie in the same place of their
+// bytes have a sum together. Products, the sums of a group, and those of them that make up a code, by powers of two, are exact
+// integers, and so is the zero point's share, z times the sums of the digits. A signed code is one without a sign whose zero
+// point is 2^(bits - 1). From there on fp32: the group's scale, and the sum of groups.
 #pragma once
 
 #include "digits_products.cuh"
@@ -30,21 +31,31 @@ struct DigitsByPair {
   __device__ static __forceinline__ int place_of(int lane) { return lane / 4 % 6 * 64 + lane % 4 * 16; }
 };
 
+// The same for steps four apart, of eight that lie together.
+struct DigitsByHalf : DigitsByPair {
+  __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int, int step, uint8_t* digits) {
+    uint2 digit[3];
+    take_digits(biased, digit);
+    uint8_t* to = digits + (step / 8 * 2 + step % 4 / 2) * size_of_quad + step % 8 / 4 * 64 + threadIdx.x % 4 * 16 + step % 2 * 8;
+#pragma unroll
+    for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(to + d * 128) = digit[d];
+  }
+};
+
 // The four words of a lane with all but the bits of `mask` taken away and those of `flipped` turned over.
 __device__ __forceinline__ void masked(const uint4& words, uint32_t mask, uint32_t flipped, uint32_t (&a)[4]) {
   a[0] = words.x & mask ^ flipped, a[1] = words.y & mask ^ flipped;
   a[2] = words.z & mask ^ flipped, a[3] = words.w & mask ^ flipped;
 }
 
-// Adds the products of four steps and the plane of `width` bits that stands for 2^low and more to the integers of their groups,
-// [group][row of W], which count 2^-log. `parity`: of the quad of steps. `flips`: the plane has the sign of a signed code.
-template <int width, int low, int log, int grain, bool flips>
-__device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, int parity, const uint4& b,
-                                           int (&v)[4 / grain][2]) {
+// Adds the products of four steps to the integers of their groups, [group][row of W], which count 2^-log. `flips`: codes have a
+// sign.
+template <int width, int log, int grain, bool flips>
+__device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, const uint4& b, int (&v)[4 / grain][2]) {
   constexpr int fields = 8 / width;
   const auto word = [&](int i) { return *reinterpret_cast<const uint4*>(lane_codes + (quad * 4 / fields + i) * 512); };
   if constexpr (width == 4) {  // two sums for two steps; the second pair of a group goes on with those of the first
-    constexpr int length = grain == 4 ? 2 : 1, up = log + low - 4;
+    constexpr int length = grain == 4 ? 2 : 1, up = log - 4;
     constexpr uint32_t sign = flips ? 0x08080808u : 0;
 #pragma unroll
     for (int first = 0; first < 2; first += length) {
@@ -68,14 +79,41 @@ __device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, 
     const uint4 all = word(0);
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-      const int at = (parity * 4 + step) % fields * width;
+      const int at = step % fields * width;
       uint32_t a[4];
       int c[4] = {};
       masked(all, ((1u << width) - 1 << at) * 0x01010101u, flips ? (1u << at + width - 1) * 0x01010101u : 0, a);
       multiply<false>(c, a, step / 2 ? b.z : b.x, step / 2 ? b.w : b.y);
 #pragma unroll
-      for (int row = 0; row < 2; row++) v[step / grain][row] += c[2 * row + step % 2] << log + low - at;
+      for (int row = 0; row < 2; row++) v[step / grain][row] += c[2 * row + step % 2] << log - at;
     }
+  }
+}
+
+// The same for a width that does not divide eight and four of eight steps, `half` of them further; `b`: of all eight.
+template <int bits, int log, int grain, bool flips>
+__device__ __forceinline__ void add_places(const uint8_t* lane_codes, int half, const uint4 (&b)[2], int (&v)[4 / grain][2]) {
+  const int whole_at = place_of_code(bits, half * 4 % steps_of_run(bits)), rest_at = 8 - bits;
+  uint32_t whole_sign = 0x01010101u << whole_at + bits - 1, rest_sign = 0x80808080u;
+  if constexpr (flips) hide(whole_sign), hide(rest_sign);
+#pragma unroll
+  for (int g = 0; g < 4 / grain; g++) {
+    int whole[4] = {}, rest[4] = {};
+#pragma unroll
+    for (int step = g * grain; step < (g + 1) * grain; step++) {
+      const bool is_there = is_whole(bits, (half * 4 + step) % steps_of_run(bits));
+      const int at = is_there ? whole_at : rest_at;
+      uint32_t a[4];
+      words_of<bits>(lane_codes, half * 4 + step, a);
+      const uint32_t mask = ((1u << bits) - 1 << at) * 0x01010101u;
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[i] = flips ? and_xor(a[i], mask, is_there ? whole_sign : rest_sign) : a[i] & mask;
+      const uint4& two = b[step / 2];
+      multiply<false>(is_there ? whole : rest, a, step % 2 ? two.z : two.x, step % 2 ? two.w : two.y);
+    }
+#pragma unroll
+    for (int row = 0; row < 2; row++)
+      v[g][row] += (whole[2 * row + half] << log - whole_at) + (rest[2 * row + half] << log - rest_at);
   }
 }
 
@@ -84,11 +122,12 @@ template <int code_bits, int grain, bool zero>
 struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   using Base = IntegerWeights<code_bits, grain, zero>;
   using Base::columns, Base::steps, Base::code_bytes, Base::zero_at;
-  static constexpr int bits = code_bits, log_of_integers = bits & 4 ? 4 : 6;  // the least that leaves no field below 1
+  static constexpr int bits = code_bits, log_of_integers = 8 - bits;  // no field is below 1
   static constexpr int log_of_unit = log_of_integers - log_of_sums;
   static constexpr bool has_zero = zero, has_shares = true, has_outer = false;
+  static constexpr bool fills_bytes = 8 % bits == 0;
   template <int M>
-  using Order = DigitsByPair;
+  using Order = std::conditional_t<fills_bytes, DigitsByPair, DigitsByHalf>;
 
   // What a zero point of 1 (2^(bits - 1) where there are none) adds to the sums with each digit, less than nothing, in each
   // group: by lane % 4, of eight numbers.
@@ -98,19 +137,24 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
     const uint32_t ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
     const uint8_t* lane_digits = digits + DigitsByPair::place_of(lane);
 #pragma unroll
-    for (int quad = 0; quad < columns / 128; quad++) {
-      const uint4 b = *reinterpret_cast<const uint4*>(lane_digits + quad * DigitsByPair::size_of_quad);
-      int first[4] = {}, second[4] = {};
-      multiply<true>(first, ones, b.x, b.y);
-      multiply<true>(second, ones, b.z, b.w);
-      const int of_step[4] = {first[0], first[1], second[0], second[1]};
+    for (int from = 0; from < columns / 128; from += 2) {
+      int of_step[8];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint4 b = *reinterpret_cast<const uint4*>(lane_digits + (from + i) * DigitsByPair::size_of_quad);
+        int first[4] = {}, second[4] = {};
+        multiply<true>(first, ones, b.x, b.y);
+        multiply<true>(second, ones, b.z, b.w);
+        of_step[fills_bytes ? 4 * i : 2 * i] = first[0], of_step[fills_bytes ? 4 * i + 1 : 2 * i + 4] = first[1];
+        of_step[fills_bytes ? 4 * i + 2 : 2 * i + 1] = second[0], of_step[fills_bytes ? 4 * i + 3 : 2 * i + 5] = second[1];
+      }
       if (lane < 4) {
 #pragma unroll
-        for (int g = 0; g < 4 / grain; g++) {
+        for (int g = 0; g < 8 / grain; g++) {
           int sum = 0;
 #pragma unroll
           for (int i = 0; i < grain; i++) sum += of_step[g * grain + i];
-          shares[(quad * 4 / grain + g) * 8 + lane] = -sum << log_of_integers + (has_zero ? 0 : bits - 1);
+          shares[(from * 4 / grain + g) * 8 + lane] = -sum << log_of_integers + (has_zero ? 0 : bits - 1);
         }
       }
     }
@@ -119,23 +163,46 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   template <int M>
   __device__ static __forceinline__ void add_products(const uint8_t* unit, const uint8_t* digits, const int* shares,
                                                       const Groups& groups, int lane, float (&sum)[4]) {
-    constexpr int groups_of_quad = 4 / grain, size = rows_of_tile * columns / 8;  // bytes of one bit of all codes
-    constexpr int together = grain == 4 && bits >= 4 ? columns / 128 : 2;         // quads whose scales are loaded at a time
+    if constexpr (bits != 4) {  // whose scales take up all registers
+      if (groups.are_inside && groups.stored == Stored::bfloat16) {  // as usual: no more choices on the way
+        add_products_of<true>(unit, digits, shares, groups, lane, sum);
+        return;
+      }
+    }
+    add_products_of<false>(unit, digits, shares, groups, lane, sum);
+  }
+
+ private:
+  template <bool is_usual>
+  __device__ static __forceinline__ void add_products_of(const uint8_t* unit, const uint8_t* digits, const int* shares,
+                                                         const Groups& groups, int lane, float (&sum)[4]) {
+    constexpr int groups_of_quad = 4 / grain;
+    constexpr int together = grain == 4 && bits >= 4 ? columns / 128 : 2;  // quads whose scales are loaded at a time
     const uint8_t *lane_codes = unit + lane * 16, *lane_digits = digits + DigitsByPair::place_of(lane);
-    const uint8_t* lane_zeros = unit + zero_at(groups.scale_size) + lane / 4 * 2;
+    const uint8_t* lane_zeros = unit + zero_at(is_usual ? 2 : groups.scale_size) + lane / 4 * 2;
     const int* lane_shares = shares + lane % 4;
-#pragma unroll(bits < 4 ? 1 : 4)  // more loads at a time take too many registers
+    constexpr int at_once = bits > 3 ? 4 : bits == 3 && grain == 4 && has_zero ? 2 : 1;  // more would take too many registers
+#pragma unroll(at_once)
     for (int from = 0; from < columns / 128; from += together) {
-      float2 scale[together * groups_of_quad];
-      int2 points[together * groups_of_quad];
-      scales_of<false>(unit + code_bytes + from * groups_of_quad * rows_of_tile * groups.scale_size, groups, scale);
+      constexpr int count = together * groups_of_quad;
+      const int first = from * groups_of_quad;
+      float2 scale[count];
+      int2 points[count];
+      if constexpr (is_usual) {
+        const uint8_t* lane_scales = unit + code_bytes + lane / 4 * 4;
+#pragma unroll
+        for (int g = 0; g < count; g++)
+          scale[g] = two_of(*reinterpret_cast<const uint32_t*>(lane_scales + (first + g) * rows_of_tile * 2), false);
+      } else {
+        scales_of<false>(unit + code_bytes + first * rows_of_tile * groups.scale_size, groups, scale);
+      }
       if constexpr (has_zero) {
 #pragma unroll
-        for (int g = 0; g < together * groups_of_quad; g++) points[g] = groups.zero_of_row;
-        if (groups.are_inside) {
+        for (int g = 0; g < count; g++) points[g] = groups.zero_of_row;
+        if (is_usual || groups.are_inside) {
 #pragma unroll
-          for (int g = 0; g < together * groups_of_quad; g++) {
-            const uint32_t two = *reinterpret_cast<const uint16_t*>(lane_zeros + (from * groups_of_quad + g) * rows_of_tile);
+          for (int g = 0; g < count; g++) {
+            const uint32_t two = *reinterpret_cast<const uint16_t*>(lane_zeros + (first + g) * rows_of_tile);
             points[g] = {static_cast<int>(two & 0xff), static_cast<int>(two >> 8)};
           }
         }
@@ -143,7 +210,6 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
 #pragma unroll
       for (int inner = 0; inner < together; inner++) {
         const int quad = from + inner;
-        const uint4 b = *reinterpret_cast<const uint4*>(lane_digits + quad * DigitsByPair::size_of_quad);
         int v[groups_of_quad][2];
 #pragma unroll
         for (int i = 0; i < groups_of_quad; i++) {
@@ -151,13 +217,12 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
           const int2 z = has_zero ? points[inner * groups_of_quad + i] : int2{1, 1};
           v[i][0] = z.x * share, v[i][1] = z.y * share;
         }
-        constexpr bool flips = !has_zero;
-        constexpr int second = bits & 4, third = second + (bits & 2);  // where planes begin, the widest first
-        if constexpr (bits & 4) add_fields<4, 0, log_of_integers, grain, flips && bits == 4>(lane_codes, quad, inner % 2, b, v);
-        if constexpr (bits & 2)
-          add_fields<2, second, log_of_integers, grain, flips && !(bits & 1)>(lane_codes + second * size, quad, inner % 2, b, v);
-        if constexpr (bits & 1)
-          add_fields<1, third, log_of_integers, grain, flips>(lane_codes + third * size, quad, inner % 2, b, v);
+        const auto b = [&](int i) { return *reinterpret_cast<const uint4*>(lane_digits + i * DigitsByPair::size_of_quad); };
+        if constexpr (fills_bytes)
+          add_fields<bits, log_of_integers, grain, !has_zero>(lane_codes, quad, b(quad), v);
+        else
+          add_places<bits, log_of_integers, grain, !has_zero>(lane_codes + from / 2 * bits * 512, inner, {b(from), b(from + 1)},
+                                                              v);
 #pragma unroll
         for (int i = 0; i < groups_of_quad; i++) {  // small numbers, which do not overflow where a scale is large
           const float2 f = scale[inner * groups_of_quad + i];

@@ -118,7 +118,8 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
     }
     a.log_of_run = 0;
   }
-  a.stages = !has_ring ? 0 : std::min(plan.stages ? std::max(plan.stages, fewest()) : 64 >> a.log_of_run, runs());
+  const int usual = (W::bits < 4 && M == 1 ? 32 : 64) >> a.log_of_run;  // fewer where they come sooner than they are multiplied
+  a.stages = !has_ring ? 0 : std::min(std::max(plan.stages ? plan.stages : usual, fewest()), runs());
   while (a.stages > fewest() && memory_with(a.stages, a.units_of_pass).total > device.memory) a.stages--;
   a.at = memory_with(a.stages, a.units_of_pass);
   // Enough to keep the memory busy; more would keep the loads of x waiting, which matters less the longer the copies take.
@@ -145,8 +146,7 @@ template <int bits>
 cudaError_t launch_digits(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream) {
   const auto with = [&](auto grain, auto zero) {
     using Whole = IntegerWeights<bits, grain.value, zero.value>;  // two rows of x fill an operand B
-    constexpr bool by_fields = bits == 2 || bits == 4;  // as measured on an H200: other widths take longer so
-    using Single = std::conditional_t<by_fields, FieldWeights<bits, grain.value, zero.value>, Whole>;
+    using Single = std::conditional_t<bits == 8, Whole, FieldWeights<bits, grain.value, zero.value>>;
     return m == 1 ? launch_digits_kernel<Single, 1>(a, plan, stream) : launch_digits_kernel<Whole, 2>(a, plan, stream);
   };
   const auto with_zero = [&](auto zero) {

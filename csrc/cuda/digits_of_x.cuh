@@ -31,7 +31,7 @@ template <int M>
 constexpr int pair_size = columns_of_digits<M> * 64;
 
 // The digits of a lane's eight elements of a step with 128 (1 + 256 + 65536) added, so that their bytes are the digits, each
-// plus 128: in the order of the elements 0, 2, 1, 3, a word of a plane is one of operand A.
+// plus 128: in the order of the elements 0, 2, 1, 3, a word of codes is one of operand A.
 __device__ __forceinline__ void take_digits(const uint32_t (&biased)[8], uint2 (&digit)[3]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {

@@ -1,8 +1,8 @@
 // The products of a unit of weights (tiles.cuh) and the digits of x (digits_of_x.cuh) on the integer tensor cores.
 //
 // A code of fewer than eight bits is used in the upper bits of a byte, 2^(8 - bits) q, which costs a shift and an AND for four
-// codes of a plane. Products and the sums of a group are exact integers, and so is the zero point's share, z times the sums
-// of the digits. From there on fp32: the group's scale, and the sum of groups.
+// codes that lie whole in their bytes. Products and the sums of a group are exact integers, and so is the zero point's share,
+// z times the sums of the digits. From there on fp32: the group's scale, and the sum of groups.
 #pragma once
 
 #include "digits_of_x.cuh"
@@ -44,52 +44,31 @@ __device__ __forceinline__ void multiply(int (&c)[4], const uint32_t (&a)[4], ui
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Adds the plane of `width` bits to the bytes of operand A for a step.
-template <int bits, int width>
-__device__ __forceinline__ void add_plane(const uint8_t*& lane_codes, int& low, int step, uint32_t (&a)[4]) {
-  if constexpr (bits & width) {
-    constexpr int fields = 8 / width, columns = bits <= 4 ? 512 : 256;
-    const uint4 four = *reinterpret_cast<const uint4*>(lane_codes + step / fields * 512);
-    const uint32_t words[4] = {four.x, four.y, four.z, four.w};
-    const int to = 8 - bits + low, shift = to - step % fields * width;
-    const uint32_t mask = (((1u << width) - 1) << to) * 0x01010101u;
+// The codes of a step in the bytes of four words, each from bit place_of_code on; the other bits are anything.
+template <int bits>
+__device__ __forceinline__ void words_of(const uint8_t* lane_codes, int step, uint32_t (&a)[4]) {
+  constexpr int steps = steps_of_run(bits), blocks = blocks_of_run(bits);
+  const int in_run = step % steps;
+  Held<bits> held;
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] |= (shift >= 0 ? words[i] << shift : words[i] >> -shift) & mask;
-    lane_codes += rows_of_tile * columns * width / 8;
-    low += width;
+  for (int i = 0; i < most_parts_of_code(bits); i++) {
+    const PartOfCode part = part_of_code(bits, in_run, i);
+    if (part.width == 0) continue;
+    const uint4 four = *reinterpret_cast<const uint4*>(lane_codes + (step / steps * blocks + part.block) * 512);
+    held.word[part.block][0] = four.x, held.word[part.block][1] = four.y;
+    held.word[part.block][2] = four.z, held.word[part.block][3] = four.w;
   }
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = codes_of<bits>(held, step, i);
 }
 
-// The codes of a step, times 2^(8 - bits), as the registers of operand A.
+// The same times 2^(8 - bits), as the registers of operand A.
 template <int bits>
 __device__ __forceinline__ void operand(const uint8_t* lane_codes, int step, uint32_t (&a)[4]) {
-  int low = 0;
-  a[0] = a[1] = a[2] = a[3] = 0;
-  add_plane<bits, 8>(lane_codes, low, step, a);
-  add_plane<bits, 4>(lane_codes, low, step, a);
-  add_plane<bits, 2>(lane_codes, low, step, a);
-  add_plane<bits, 1>(lane_codes, low, step, a);
-}
-
-template <int bits, int width>
-__device__ __forceinline__ void add_field_of_tile(const uint8_t*& plane, int& low, int row, int column, uint32_t& code) {
-  if constexpr (bits & width) {
-    code |= code_of_tile<width>(plane, row, column) << low;
-    plane += Grained<bits, 1>::code_bytes / bits * width;
-    low += width;
-  }
-}
-
-// One code of a unit.
-template <int bits>
-__device__ __forceinline__ uint32_t code_of_unit(const uint8_t* unit, int row, int column) {
-  uint32_t code = 0;
-  int low = 0;
-  add_field_of_tile<bits, 8>(unit, low, row, column, code);
-  add_field_of_tile<bits, 4>(unit, low, row, column, code);
-  add_field_of_tile<bits, 2>(unit, low, row, column, code);
-  add_field_of_tile<bits, 1>(unit, low, row, column, code);
-  return code;
+  const int up = 8 - bits - place_of_code(bits, step % steps_of_run(bits));
+  words_of<bits>(lane_codes, step, a);
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = shifted_left(a[i], up) & 0x01010101u * ((1u << bits) - 1 << 8 - bits);
 }
 
 // What a zero point of 1 adds to the sums of each group, less than nothing: eight columns for a group, by one warp. One row of x

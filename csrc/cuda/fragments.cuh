@@ -1,8 +1,8 @@
 // From the codes of a unit (tiles.cuh) to operand A of the tensor cores on 16-bit floats, mma.m16n8k16 or wgmma.m64nNk16.
 //
-// A lane holds sixteen bytes of each plane, and of each step of 32 columns makes two operands of four registers: rows g and
+// A lane holds sixteen bytes of each block, and of each step of 32 columns makes two operands of four registers: rows g and
 // g + 8 (g = lane / 4) of columns 2t, 2t + 1 (t = lane % 4), then of those eight further. Every code becomes its number
-// exactly; a step, a field and a place are constants once the loops around them are unrolled.
+// exactly; a step and a place are constants once the loops around them are unrolled.
 //
 // A family of formats is a class with
 //   bits, parts        width of a code, and how many operands add up to the weights (one, where 16 bits hold a number)
@@ -23,40 +23,25 @@
 
 namespace lowbit::cuda {
 
-// ---- planes --------------------------------------------------------------------------------------------------------
+// ---- codes in words ------------------------------------------------------------------------------------------------
 
-__host__ __device__ constexpr int planes_of(int bits) { return bits == 7 ? 3 : (bits & (bits - 1)) ? 2 : 1; }
-
-// The widest plane comes first and holds the lowest bits. (No loops: the compiler folds them too late.)
-__host__ __device__ constexpr int width_of(int bits, int plane) {
-  if (plane == 0) return bits == 8 ? 8 : bits >= 4 ? 4 : bits >= 2 ? 2 : 1;
-  return plane == 1 && bits >= 6 ? 2 : 1;
-}
-
-__host__ __device__ constexpr int lowest_bit_of(int bits, int plane) {
-  return plane == 0 ? 0 : width_of(bits, 0) + (plane == 2 ? 2 : 0);
-}
-
+// What a lane holds of a run of steps: four words of each of its blocks.
 template <int bits>
 struct Held {
-  uint32_t word[planes_of(bits)][4];
+  uint32_t word[blocks_of_run(bits)][4];
 };
 
-// What a lane holds from `step` on: a plane of `width` bits has 8 / width steps in each 512 bytes.
+// What a lane holds from `step` on: the first steps of a run bring a block each.
 template <int bits>
 __device__ __forceinline__ void hold(const uint8_t* unit, int lane, int step, Held<bits>& held) {
-  constexpr int columns = Unit<bits, 0, false>::columns;
-#pragma unroll
-  for (int p = 0; p < planes_of(bits); p++) {
-    const int fields = 8 / width_of(bits, p);
-    if (step % fields) continue;
-    const uint8_t* plane = unit + rows_of_tile * columns * lowest_bit_of(bits, p) / 8;
-    const uint4 w = *reinterpret_cast<const uint4*>(plane + step / fields * 512 + lane * 16);
-    held.word[p][0] = w.x;
-    held.word[p][1] = w.y;
-    held.word[p][2] = w.z;
-    held.word[p][3] = w.w;
-  }
+  constexpr int steps = steps_of_run(bits), blocks = blocks_of_run(bits);
+  const int block = step % steps;
+  if (block >= blocks) return;
+  const uint4 w = *reinterpret_cast<const uint4*>(unit + (step / steps * blocks + block) * 512 + lane * 16);
+  held.word[block][0] = w.x;
+  held.word[block][1] = w.y;
+  held.word[block][2] = w.z;
+  held.word[block][3] = w.w;
 }
 
 // Operations on three numbers that are one instruction each; written out, compilers take them apart to share their halves.
@@ -81,16 +66,18 @@ __device__ __forceinline__ uint32_t selected(uint32_t a, uint32_t mask, uint32_t
 
 __device__ __forceinline__ uint32_t shifted_left(uint32_t word, int by) { return by >= 0 ? word << by : word >> -by; }
 
-// The codes of a step in the four bytes of a word, each from bit `place` of its byte on; the other bits are anything.
+// The codes of a step in the four bytes of a word, each from bit place_of_code on; the other bits are anything.
 template <int bits>
-__device__ __forceinline__ uint32_t codes_of(const Held<bits>& held, int step, int word, int place) {
-  uint32_t codes = 0;
+__device__ __forceinline__ uint32_t codes_of(const Held<bits>& held, int step, int word) {
+  constexpr int steps = steps_of_run(bits);
+  const int in_run = step % steps;
+  uint32_t codes = held.word[part_of_code(bits, in_run, 0).block][word];
+  int above = 8;  // the lowest bit of a byte that has been put together
 #pragma unroll
-  for (int p = 0; p < planes_of(bits); p++) {
-    const int width = width_of(bits, p), lowest = lowest_bit_of(bits, p);
-    const uint32_t field = shifted_left(held.word[p][word], place + lowest - width * (step % (8 / width)));
-    const uint32_t below = 0x01010101u * (((1u << lowest) - 1) << place & 0xff);
-    codes = p == 0 ? field : selected(codes, below, field);
+  for (int i = 1; i < most_parts_of_code(bits); i++) {
+    const PartOfCode last = part_of_code(bits, in_run, i - 1), part = part_of_code(bits, in_run, i);
+    above -= last.width;
+    if (part.width) codes = selected(codes, 0x01010101u * (0xffu << above & 0xff), held.word[part.block][word] >> part.shift);
   }
   return codes;
 }
@@ -153,17 +140,17 @@ struct Integers {
   static constexpr int mantissa = Sixteen<T>::mantissa;
   static constexpr bool is_split = bits > mantissa;
   struct Constants {
-    uint32_t magic[4];  // for the places 0, 2, 4, 6; where codes are split, for the low bits and the highest
+    uint32_t magic[8];  // for each place; where codes are split, for the low bits and the highest
   };
   struct Row {
-    uint32_t offset[4];
+    uint32_t offset[8];
   };
 
   static __device__ __forceinline__ Constants constants(bool is_signed, const uint2*) {
     Constants made;
     const uint32_t turned = is_signed ? twice(1u << (bits - 1)) : 0;
 #pragma unroll
-    for (int i = 0; i < 4; i++) made.magic[i] = two_powers<T>(mantissa) ^ (is_split ? 0 : turned << 2 * i);
+    for (int i = 0; i < 8; i++) made.magic[i] = two_powers<T>(mantissa) ^ (is_split ? 0 : turned << i);
     if constexpr (is_split) made.magic[1] = 0xc380c380u ^ turned;
     hide(made.magic[0]);
     return made;
@@ -176,26 +163,25 @@ struct Integers {
       made.offset[0] = twice(__float_as_uint(128.0f - static_cast<float>(zero)) >> 16);
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; i++) made.offset[i] = (0x80008000u | two_powers<T>(mantissa - 2 * i)) + (twice(zero) << 2 * i);
+      for (int i = 0; i < 8; i++) made.offset[i] = (0x80008000u | two_powers<T>(mantissa - i)) + (twice(zero) << i);
     }
     return made;
   }
 
   static __device__ __forceinline__ void fragment(const Constants& constants, const Held<bits>& held, int step, int half,
                                                   const Row& row, const Row& row8, uint32_t (&a)[parts][4]) {
-    constexpr int width = width_of(bits, 0);
-    const int at = width * (step % (8 / width)), place = at + bits <= (mantissa < 8 ? mantissa : 8) ? at : 0;
+    const int at = place_of_code(bits, step % steps_of_run(bits)), place = at + bits <= mantissa ? at : 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, place) >> (i < 2 ? 0 : 8);
+      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half) >> at - place + (i < 2 ? 0 : 8);
       const Row& of = i % 2 ? row8 : row;
       if constexpr (is_split) {
         const uint32_t low = and_or(codes, 0x007f007fu, constants.magic[0]);
         const uint32_t high = and_xor(codes, 0x00800080u, constants.magic[1]);
         a[0][i] = fused<T>(fused<T>(low, two_powers<T>(0), high), two_powers<T>(0), of.offset[0]);
       } else {
-        const uint32_t number = and_xor(codes, twice(((1u << bits) - 1) << place), constants.magic[place / 2]);
-        a[0][i] = fused<T>(number, two_powers<T>(-place), of.offset[place / 2]);
+        const uint32_t number = and_xor(codes, twice(((1u << bits) - 1) << place), constants.magic[place]);
+        a[0][i] = fused<T>(number, two_powers<T>(-place), of.offset[place]);
       }
     }
   }
@@ -228,20 +214,12 @@ struct ScaledIntegers {
     return {fused<T>(twice(zero), 0x80008000u | two_powers<T>(Sixteen<T>::bias), 0x80008000u)};
   }
 
-  // Where the lowest bit of the codes of a step is put: so that the first plane need not be moved, else the second.
-  __host__ __device__ static constexpr int place_of(int step) {
-    const int width = width_of(bits, 0), at = width * (step % (8 / width));
-    if (at + bits <= 8) return at;
-    const int second = planes_of(bits) == 2 ? width_of(bits, 1) * (step % (8 / width_of(bits, 1))) - width : -1;
-    return second >= 0 && second + bits <= 8 ? second : 0;
-  }
-
   static __device__ __forceinline__ void fragment(const Constants& constants, const Held<bits>& held, int step, int half,
                                                   const Row& row, const Row& row8, uint32_t (&a)[parts][4]) {
-    const int place = place_of(step);
+    const int place = place_of_code(bits, step % steps_of_run(bits));
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, place) >> (i < 2 ? 0 : 8);
+      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half) >> (i < 2 ? 0 : 8);
       const uint32_t number = and_xor(codes, twice(((1u << bits) - 1) << place), constants.turned << place);
       a[0][i] = fused<T>(number, two_powers<T>(Sixteen<T>::bias - place), i % 2 ? row8.offset : row.offset);
     }
@@ -285,7 +263,10 @@ struct Floats {
 
   static __device__ __forceinline__ void fragment(const Constants&, const Held<bits>& held, int step, int half, const Row& row,
                                                   const Row& row8, uint32_t (&a)[parts][4]) {
-    make<top != Top::number>(held, step, half, row, row8, a, [](int, uint32_t) {});
+    if constexpr (bits == 6)
+      make_of_words(held, step, half, row, row8, a);
+    else
+      make<top != Top::number>(held, step, half, row, row8, a, [](int, uint32_t) {});
   }
 
   // The same where a kernel looks for NaN by itself: `see` is given what is behind the signs of each pair, which for NaN is all
@@ -306,17 +287,40 @@ struct Floats {
                                               uint32_t (&a)[parts][4], See see) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half, 8 - bits);  // the sign highest in its byte
-      const uint32_t signs = i < 2 ? codes << 8 : codes;
+      const int left = 8 - bits - place_of_code(bits, step % steps_of_run(bits));  // bits of its byte above the sign
+      const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half);
+      const uint32_t signs = codes << left + (i < 2 ? 8 : 0);
       if constexpr (is_in_place) {
         a[0][i] = fused<T>(signs & 0xff00ff00u, i % 2 ? row8.factor : row.factor, 0x80008000u);
       } else {
-        const uint32_t moved = shifted_left(codes, highest - (i < 2 ? 6 : 14)) & magnitude;
+        const uint32_t moved = shifted_left(codes, left + highest - (i < 2 ? 6 : 14)) & magnitude;
         uint32_t number = and_or(signs, 0x80008000u, moved);
         see(i, moved);
         if constexpr (checks) number = and_or(beyond(moved), ones, number);
         a[0][i] = fused<T>(number, i % 2 ? row8.factor : row.factor, 0x80008000u);
       }
+    }
+  }
+
+  // Six bits lie in words as bfloat16 has them (tiles.py): the codes of even bytes in place, those of odd ones to be rotated,
+  // or, with three bits of mantissa, sign and the rest each by itself.
+  static __device__ __forceinline__ void make_of_words(const Held<bits>& held, int step, int half, const Row& row,
+                                                       const Row& row8, uint32_t (&a)[parts][4]) {
+    static_assert((exponent == 2 || exponent == 3) && top == Top::number);
+    constexpr bool rotates = exponent == 3;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int at = i % 2 + 2 * half;
+      uint32_t word = held.word[step % 4 < 3 ? step % 4 : 0][at];
+      if (step % 4 == 3) {
+        word = selected(held.word[1][at] << 8, 0x0f000f00u, word << 4);
+        word = selected(held.word[2][at] << 12, 0xf000f000u, word);
+      }
+      const uint32_t signs = i < 2 ? word : rotates ? __funnelshift_r(word, word, 5) : word << 6;
+      const uint32_t moved = shifted_left(word, highest - (i < 2 ? 6 + exponent : 14));
+      const uint32_t number = mantissa == 7 && (i < 2 || rotates) ? signs & (0x80008000u | magnitude)
+                                                                  : and_or(signs, 0x80008000u, moved & magnitude);
+      a[0][i] = fused<T>(number, i % 2 ? row8.factor : row.factor, 0x80008000u);
     }
   }
 
@@ -383,7 +387,8 @@ struct Quantiles {
                                                   const Row&, const Row&, uint32_t (&a)[parts][4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t codes = and_or(codes_of<bits>(held, step, i % 2 + 2 * half, 0), 0x0f0f0f0fu, constants.places);
+      const uint32_t shifted = codes_of<bits>(held, step, i % 2 + 2 * half) >> 4 * (step % 2);
+      const uint32_t codes = and_or(shifted, 0x0f0f0f0fu, constants.places);
       const uint32_t one = load(__byte_perm(codes, constants.of_lane, i < 2 ? 0x7604 : 0x7614));
       const uint32_t other = load(__byte_perm(codes, constants.of_lane, i < 2 ? 0x7624 : 0x7634));
       a[0][i] = __byte_perm(one, other, 0x5410);
@@ -397,7 +402,8 @@ struct Quantiles {
                                                uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint32_t codes = and_or(codes_of<bits>(held, step, i + 2 * half, 0), 0x0f0f0f0fu, constants.places);
+      const uint32_t shifted = codes_of<bits>(held, step, i + 2 * half) >> 4 * (step % 2);
+      const uint32_t codes = and_or(shifted, 0x0f0f0f0fu, constants.places);
       a[0][i] = load(__byte_perm(codes, constants.of_lane, 0x7604));
       a[0][i + 2] = load(__byte_perm(codes, constants.of_lane, 0x7624));
       a[1][i] = load(__byte_perm(codes, constants.of_lane, 0x7614));

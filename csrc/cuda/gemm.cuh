@@ -158,7 +158,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
     unit = units + (weights.stage * tiles_of_block + tile) * a.unit.size;
     scales = GroupScales<S::scaling>(unit, a.unit, a.scale_type, lane);
   };
-  const auto read = [&](int g) {  // the codes of a batch; wide planes last for several
+  const auto read = [&](int g) {  // the codes of a batch; blocks of words last for several
 #pragma unroll
     for (int s = 0; s < steps; s++) {
       held[s] = held[s ? s - 1 : steps - 1];
