@@ -208,12 +208,12 @@ def test_registering_every_row_leaves_triton_and_cuda_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_where_more_than_eight_rows_of_x_stay_in_registers() -> None:
-    """On Hopper they are taken with small weights alone; elsewhere no other row takes them from tiles."""
-    row = next(kernel for kernel in kernels() if kernel.name == "cuda_tiles_halves")
-    small = Call("linear", "cuda", 90, "tiles", Scheme.parse("int4"), torch.bfloat16, 16, 4096, 4096)
-    assert row.also is not None
-    for change in ({}, {"m": 8, "n": 28672}, {"arch": 80, "k": 28672}):
-        assert row.also(replace(small, **change)) is None
-    for change in ({"n": 4112}, {"m": 9, "k": 8192}):
-        assert "at most 8 rows" in str(row.also(replace(small, **change)))
+@pytest.mark.parametrize("scheme", ["int4", "nf4", "mxfp4", "nvfp4"])
+def test_which_row_takes_more_than_eight_rows_of_x_from_tiles(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper a row that no other device has comes before the one that takes sixteen everywhere."""
+    rows = tuple(replace(row, available=lambda: None) for row in kernels())
+    monkeypatch.setattr(registry, "kernels", lambda: rows)
+    call = Call("linear", "cuda", 90, "tiles", Scheme.parse(scheme), torch.bfloat16, 9, 1024, 1024)
+    for change, family in (({}, "gemm"), ({"m": 8}, "halves"), ({"arch": 80, "m": 16}, "halves")):
+        taking = [name for name, refusal in explain(replace(call, **change)) if refusal is None]
+        assert taking[0].startswith(f"cuda_tiles_{family}")

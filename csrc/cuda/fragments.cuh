@@ -360,14 +360,20 @@ struct Quantiles {
     return (shared_address(table) + size - 1) / size * size;
   }
 
-  // By a whole block, into table_size entries of shared memory.
+  // By a whole block of whole warps, into table_size entries of shared memory.
   static __device__ __forceinline__ void fill(uint2* table, int thread = threadIdx.x, int threads = blockDim.x) {
+    const uint32_t own = parts_of(thread % 16);
     for (int i = thread; i < 16 * 32; i += threads) {
-      const float number = number_of(i / 32), high = number * multiplied_by, low = fmaf(number, multiplied_by, -high);
-      const T first = from_float<T>(high), second = from_float<T>(high - to_float(first) + low);
-      const uint32_t both = reinterpret_cast<const uint16_t&>(first) | reinterpret_cast<const uint16_t&>(second) << 16;
+      const uint32_t both = __shfl_sync(~0u, own, i / 32);
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(beginning_of(table) + i / 32 * pitch + i % 32 * 4), "r"(both) : "memory");
     }
+  }
+
+  // The two parts of a code's number, the first one low.
+  static __device__ __forceinline__ uint32_t parts_of(int code) {
+    const float number = number_of(code), high = number * multiplied_by, low = fmaf(number, multiplied_by, -high);
+    const T first = from_float<T>(high), second = from_float<T>(high - to_float(first) + low);
+    return reinterpret_cast<const uint16_t&>(first) | reinterpret_cast<const uint16_t&>(second) << 16;
   }
 
   static __device__ __forceinline__ Constants constants(bool, const uint2* table) {

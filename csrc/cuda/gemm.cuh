@@ -8,7 +8,8 @@
 // that sum in fp32. Else: each weight is its number times its scale, rounded once to the type of x, before it is multiplied;
 // where such products have few bits (codes of four bits and scales that are powers of two) nothing is rounded.
 //
-// The columns of W may be cut among the blocks of a cluster, whose sums meet in their shared memory, always in the same order.
+// The columns of W may be cut among the blocks of a cluster, whose sums meet in their shared memory, always in the same order,
+// and between two clusters, the last of which adds the sums of the first.
 // Weights never change, so their copies start before the kernel that writes x has ended.
 #pragma once
 
@@ -39,21 +40,24 @@ struct Shape {
 
 template <class S>
 struct GemmMemory {
-  int weights, ends, table, barriers, total;  // x comes first; at the end sums, and y, take the place of the rings
-  __host__ __device__ GemmMemory(int unit_size, int weight_stages, int x_stages, int parts, int table_bytes) {
-    weights = x_stages * S::stage_bytes;
-    const int rings = weights + weight_stages * tiles_of_block * unit_size, sums = Meeting<S::columns>(parts).bytes();
-    ends = (rings > sums ? rings : sums) + 15 & ~15;
-    table = ends + rows_of_block * static_cast<int>(sizeof(float2));
-    barriers = table + table_bytes;
-    total = barriers + 16 * (weight_stages + x_stages) + 3 * 8 + 1024;  // the first box lies on 1024 bytes
+  int weights, sums, ends, table, barriers, total;  // x comes first; sums, and y, may at the end take the place of the rings
+  // `begins`: the address of all this.
+  __host__ __device__ GemmMemory(int unit_size, const Gemm& a, int table_bytes, int begins) {
+    weights = a.x_stages * S::stage_bytes;
+    const int rings = weights + a.weight_stages * tiles_of_block * unit_size, meeting = Meeting<S::columns>(a.blocks).bytes();
+    sums = a.sums_apart ? rings : 0;
+    ends = (rings > sums + meeting ? rings : sums + meeting) + 15 & ~15;
+    barriers = ends + rows_of_block * static_cast<int>(sizeof(float2));
+    table = barriers + 16 * (a.weight_stages + a.x_stages) + 4 * 8;
+    if (table_bytes) table = (begins + table + table_bytes - 1) / table_bytes * table_bytes - begins;
+    total = table + table_bytes + 1024;  // the first box lies on 1024 bytes
   }
 };
 
 template <class Codes, class = void>
 constexpr int table_bytes_of = 0;
 template <class Codes>
-constexpr int table_bytes_of<Codes, std::enable_if_t<(Codes::table_size > 0)>> = Codes::table_size * sizeof(uint2);
+constexpr int table_bytes_of<Codes, std::enable_if_t<(Codes::table_bytes > 0)>> = Codes::table_bytes;
 
 // Whether a code stands for NaN and none for infinity: then one of them makes all sums of its row NaN, whatever x is.
 template <class Codes, class = void>
@@ -81,7 +85,7 @@ struct Ring {
 template <class S>
 __device__ __forceinline__ void copy_weights(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
   const int tiles = static_cast<int>(min(static_cast<int64_t>(tiles_of_block), a.tiles - share.first_tile)), size = a.unit.size;
-  const uint64_t policy = gridDim.z == 1 ? read_once() : read_again();
+  const uint64_t policy = a.m <= S::columns ? read_once() : read_again();
   for (int u = share.first; u < share.last; u++, ring.advance()) {
     if (S::columns == 256 && u == share.first + before_x) wait_for_predecessors();
     wait(ring.free + ring.stage, ring.parity ^ 1);
@@ -108,7 +112,7 @@ __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_
 // While the tensor cores multiply one batch of codes, the sums of the one before are scaled, and the next one is decoded.
 template <class Codes, class T, class S>
 __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint8_t* memory, const uint8_t* units,
-                                         const uint2* table, Ring weights, Ring x, float (&total)[S::columns / 2]) {
+                                         uint8_t* table, Ring weights, Ring x, float (&total)[S::columns / 2]) {
   constexpr int bits = Codes::bits, batch = S::batch, batches = Unit<bits, 0, false>::columns / batch;
   constexpr int halves = batch / 16, steps = batch / 32, parts = S::is_exact ? Codes::parts : 1;
   constexpr int batches_of_group = S::is_exact ? S::group / batch : batches;
@@ -117,7 +121,15 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   static_assert(batches % 2 == 0 && (!S::is_exact || S::group % batch == 0));
   static_assert(batch % S::stage_columns == 0 || S::stage_columns % batch == 0);
   const int lane = threadIdx.x % 32, tile = threadIdx.x / 32;
-  const auto constants = Codes::constants(a.is_signed, table);
+  const auto constants = [&] {
+    if constexpr (table_bytes_of<Codes> == 0) {
+      return Codes::constants(a.is_signed, nullptr);
+    } else {
+      Codes::fill(table);
+      wait_for_threads<1, workers_of_block>();
+      return Codes::constants(a.is_signed, table);
+    }
+  }();
   const uint32_t middle = a.is_signed ? 1u << (bits - 1) : 0;
   uint2 zeros = {middle, middle};
   if (a.zero_point) {
@@ -274,27 +286,27 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t unaligned[];
   uint8_t* memory = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
-  const int parts = gridDim.x, part = blockIdx.x;
-  const GemmMemory<S> at(a.unit.size, a.weight_stages, a.x_stages, parts, table_bytes_of<Codes>);
+  const GemmMemory<S> at(a.unit.size, a, table_bytes_of<Codes>, shared_address(memory));
   uint64_t* barriers = reinterpret_cast<uint64_t*>(memory + at.barriers);
-  uint2* table = reinterpret_cast<uint2*>(memory + at.table);
   float2* ends = reinterpret_cast<float2*>(memory + at.ends);
   const Ring weights = {barriers, barriers + a.weight_stages, a.weight_stages};
   const Ring x = {barriers + 2 * a.weight_stages, barriers + 2 * a.weight_stages + a.x_stages, a.x_stages};
-  const Arrivals arrivals = {x.free + a.x_stages, x.free + a.x_stages + 1, x.free + a.x_stages + 2};
-  const Share share = {a.units_of_row * part / parts, a.units_of_row * (part + 1) / parts,
-                       static_cast<int64_t>(blockIdx.y) * tiles_of_block, static_cast<int>(blockIdx.z) * S::columns};
+  const Arrivals arrivals = {x.free + a.x_stages, x.free + a.x_stages + 1, x.free + a.x_stages + 2, x.free + a.x_stages + 3};
+  const Part part = part_of(a);
+  const int parts = a.blocks * part.clusters, mine = part.cluster * a.blocks + part.block;
+  const Share share = {a.units_of_row * mine / parts, a.units_of_row * (mine + 1) / parts,
+                       static_cast<int64_t>(part.tile % blocks_of_rows(a)) * tiles_of_block,
+                       static_cast<int>(part.tile / blocks_of_rows(a)) * S::columns};
   if (threadIdx.x == 0) {
     for (int s = 0; s < weights.stages; s++) start_barrier(weights.full + s, 1), start_barrier(weights.free + s, tiles_of_block);
     for (int s = 0; s < x.stages; s++) start_barrier(x.full + s, 1), start_barrier(x.free + s, tiles_of_block);
-    start_barrier(arrivals.ends, 2);
-    start_barrier(arrivals.done, parts * tiles_of_block);
+    start_barrier(arrivals.ends, 64);
+    start_barrier(arrivals.done, a.blocks * tiles_of_block);
     start_barrier(arrivals.sums, 1);
     show_barriers_to_copies();
   }
-  if constexpr (table_bytes_of<Codes> > 0) Codes::fill(table);
   __syncthreads();
-  if (parts > 1) announce_to_cluster();
+  if (a.blocks > 1) announce_to_cluster();
   let_dependents_start();
 
   if (threadIdx.x >= workers_of_block) {
@@ -303,20 +315,20 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
     if (thread == 0) {
       copy_weights<S>(a, share, memory + at.weights, weights);
     } else if (thread == 32) {
+      prefetch_description(&a.x);
       wait_for_predecessors();
       copy_x<S>(a, share, memory, x);
     } else if (thread >= 64) {
       for (int row = thread - 64; row < rows_of_block; row += 64)
         ends[row] = end_of<Codes, T>(a, share.first_tile * rows_of_tile + row);
-      __syncwarp();
-      if (thread % 32 == 0) arrive(arrivals.ends);
+      arrive(arrivals.ends);
     }
   } else {
     take_registers<232>();  // what the others gave, of 168 each
     float total[S::columns / 2] = {};
-    multiply<Codes, T, S>(a, share, memory, memory + at.weights, table, weights, x, total);
+    multiply<Codes, T, S>(a, share, memory, memory + at.weights, memory + at.table, weights, x, total);
     wait(arrivals.ends, 0);
-    meet_and_write<T, S::columns>(a, share.first_tile * rows_of_tile, share.first_row_of_x, arrivals, ends, memory, total);
+    meet_and_write<T, S::columns>(a, arrivals, ends, memory + at.sums, total);
   }
 #endif
 }

@@ -87,7 +87,7 @@ ScaleType scale_type_of(const Tensor& scale, const std::string& name) {
 
 Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any,
                     std::optional<Tensor> outer_any, std::optional<Tensor> bias_any, std::string format, std::string scale_name,
-                    int64_t group_size, int64_t columns, int64_t parts, int64_t early) {
+                    int64_t group_size, int64_t columns, int64_t parts, int64_t early, int64_t shared) {
   const ScalarType dtype = x_any.scalar_type();
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
                   "x must be float16 or bfloat16 [..., K] on a CUDA device");
@@ -101,6 +101,8 @@ Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::opti
   STD_TORCH_CHECK(columns == 0 || columns == 16 || columns == 64 || columns == 128 || columns == 256,
                   "columns must be 0 (chosen), 16, 64, 128 or 256, got ", columns);
   STD_TORCH_CHECK(parts >= 0 && parts <= 4, "parts must be 0 (chosen) to 4, got ", parts);
+  STD_TORCH_CHECK(shared >= 0 && shared <= 2, "shared must be 0 (chosen), 1 (no tiles) or 2 (those of the last turn), got ",
+                  shared);
   const OnDevice guard(x_any.get_device_index());
   const Tensor scale = dense(scale_any);
   Tensor x = dense(x_any), packed = dense(packed_any);
@@ -160,7 +162,17 @@ Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::opti
 
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
-  const GemmPlan plan = {static_cast<int>(columns), static_cast<int>(parts), static_cast<int>(early)};
+  struct Holder {
+    const Tensor& like;
+    std::optional<Tensor> kept;
+  } holder = {packed, {}};
+  const auto allocate = [](void* to, int64_t bytes) -> void* {
+    Holder& h = *static_cast<Holder*>(to);
+    h.kept = empty_like(h.like, {bytes});
+    return h.kept->mutable_data_ptr();
+  };
+  const GemmPlan plan = {static_cast<int>(columns), static_cast<int>(parts), static_cast<int>(early), static_cast<int>(shared),
+                         allocate, &holder};
   const cudaError_t error = launch_gemm(known->family, x_is_half, a, x.const_data_ptr(), k, may_round, rounds_nothing, plan,
                                         static_cast<cudaStream_t>(stream));
   STD_TORCH_CHECK(error == cudaSuccess, "the kernel could not be launched: ", cudaGetErrorString(error));
@@ -172,7 +184,7 @@ Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::opti
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
   m.def(
       "tiles_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, str format, "
-      "str scale_format, int group_size, int columns=0, int parts=0, int early=0) -> Tensor");
+      "str scale_format, int group_size, int columns=0, int parts=0, int early=0, int shared=0) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("tiles_linear", TORCH_BOX(&tiles_linear)); }

@@ -1,6 +1,7 @@
 // The kernel for a family of codes and a type of x: gemm_integers_*.cu and gemm_floats_*.cu hold them.
 #include "gemm_arguments.cuh"
 #include "gemm_launch.h"
+#include "quantile_pairs.cuh"
 
 namespace lowbit::cuda {
 
@@ -22,7 +23,7 @@ static auto family_of(Family family) -> decltype(&launch_family<Whole<T, 4>, T>)
     case Family::e3m2: return launch_family<Floats<T, 6, 3, Top::number>, T>;
     case Family::e4m3: return launch_family<Floats<T, 8, 4, Top::nan_where_all_ones>, T>;
     case Family::e5m2: return launch_family<Floats<T, 8, 5, Top::infinity>, T>;
-    default: return launch_family<Quantiles<T>, T>;
+    default: return launch_family<QuantilePairs<T>, T>;
   }
 }
 

@@ -15,6 +15,9 @@ enum class Family { int2, int3, int4, int5, int6, int7, int8, e2m1, e2m3, e3m2, 
 // 0: the launcher chooses.
 struct GemmPlan {
   int columns, parts, early;  // rows of x a block, blocks a cluster, -1: not before its predecessor ends
+  int shared;                 // tiles of y that two clusters make: 1, none; 2, those that are left for a last turn
+  void* (*allocate)(void* holder, int64_t bytes);  // memory of the device until the kernel ends
+  void* holder;
 };
 
 // `may_round`: weights times scales may be rounded to the type of x once; `rounds_nothing`: such products have few bits.

@@ -1,8 +1,13 @@
 // From the sums of a cluster's blocks to y.
 //
 // A block has sums for `columns` rows of y, sixteen of which are a strip. Where several blocks have cut the columns of W among
-// them, each finishes some strips: the others store theirs into its memory, where a barrier counts the bytes, and it adds all
-// of them in the order of the blocks.
+// them, each finishes some strips: the others store theirs into its memory, where a barrier counts the bytes, and it adds
+// them to its own in the order of the blocks.
+//
+// Only so many clusters are on a device at once. Where two of them share out the columns of W, neither waits for the other: a
+// block leaves its sums in memory and then a word that says so in the place of the other's; who finds that word there already
+// adds the other's sums to its own, two numbers, whose order does not matter, and takes the word away for the next run. What
+// lies there before the first run is anything but the word, which is a number of 64 bits that is drawn for each launch.
 #pragma once
 
 #include "gemm_arguments.cuh"
@@ -27,12 +32,45 @@ struct Meeting {
   __host__ __device__ int bytes() const { return y_at() + turns() * 16 * y_pitch; }
 };
 
-// Barriers of the end: scales and biases of the rows are there; all blocks have read what was copied; the others' sums are there.
+// Barriers of the end: scales and biases of the rows are there, for which every thread that stored some arrives itself; all
+// blocks have read what was copied; the others' sums are there. And a place for what one thread tells the others.
 struct Arrivals {
-  uint64_t *ends, *done, *sums;
+  uint64_t *ends, *done, *sums, *told;
+};
+
+// Which part of which tile of y a block works on: the block of which cluster, of one or two.
+struct Part {
+  uint32_t tile;
+  int block, cluster, clusters;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ __forceinline__ uint32_t blocks_of_rows(const Gemm& a) {
+  return static_cast<uint32_t>((a.tiles + tiles_of_block - 1) / tiles_of_block);
+}
+
+// Asked for again rather than kept in registers.
+__device__ __forceinline__ Part part_of(const Gemm& a) {
+  uint32_t index = blockIdx.x;
+  asm volatile("" : "+r"(index));
+  const uint32_t blocks = a.blocks, cluster = index / blocks, block = index % blocks;
+  if (cluster < a.alone) return {cluster, static_cast<int>(block), 0, 1};
+  return {a.alone + (cluster - a.alone) / 2, static_cast<int>(block), static_cast<int>((cluster - a.alone) % 2), 2};
+}
+
+// Calls `each` with every strip that a block finishes, or that others do, with who does, and in which turn. The registers of sums
+// are known by constants, so this is unrolled; what it counts is not kept from one use to the next.
+template <int strips, class Each>
+__device__ __forceinline__ void for_strips(int blocks, Each each) {
+  asm volatile("" : "+r"(blocks));
+  int owner = 0, turn = 0;
+#pragma unroll
+  for (int strip = 0; strip < strips; strip++) {
+    each(strip, owner, turn);
+    if (++owner == blocks) owner = 0, turn++;
+  }
+}
+
 // What a row's sums are multiplied by, and what is added to them.
 template <class Codes, class T>
 __device__ __forceinline__ float2 end_of(const Gemm& a, int64_t n) {
@@ -59,13 +97,59 @@ __device__ __forceinline__ void store(const Gemm& a, int m, int64_t n, const uin
   }
 }
 
-// `total`: the sums of a lane, as Product has them; `first_n`, `first_m`: where the block's part of y begins.
-template <class T, int columns>
-__device__ __forceinline__ void meet_and_write(const Gemm& a, int64_t first_n, int first_m, const Arrivals& arrivals,
-                                               const float2* ends, uint8_t* memory, const float (&total)[columns / 2]) {
+// What was written before, also by threads that this one has met at a barrier, can be seen by who finds the word; and the same
+// the other way round.
+__device__ __forceinline__ unsigned long long exchange(unsigned long long* word, unsigned long long here) {
+  unsigned long long found;
+  asm volatile("atom.exch.acq_rel.gpu.global.b64 %0, [%1], %2;" : "=l"(found) : "l"(word), "l"(here) : "memory");
+  return found;
+}
+
+// Leaves the sums of a block for the same block of the other cluster, or adds those that it left: whether this one is the last.
+template <int columns>
+__device__ __forceinline__ bool meet_other_cluster(const Gemm& a, const Part& part, uint64_t* told, float (&total)[columns / 2]) {
   using Place = Meeting<columns>;
-  const int lane = threadIdx.x % 32, tile = threadIdx.x / 32, block = blockIdx.x;
-  const Place meeting(gridDim.x);
+  const int64_t pair = part.tile - a.alone, pairs = (gridDim.x / static_cast<uint32_t>(a.blocks) - a.alone) / 2;
+  auto* word = reinterpret_cast<unsigned long long*>(a.pairs) + pair * a.blocks + part.block;
+  uint8_t* sums = a.pairs + (pairs * a.blocks * sizeof(uint64_t) + 127) / 128 * 128 + threadIdx.x * 16;
+  const auto place = [&](int cluster, int strip) {
+    return reinterpret_cast<float4*>(sums + ((pair * 2 + cluster) * Place::strips + strip) * 2 * Place::half_bytes);
+  };
+  constexpr int half = Place::half_bytes / 16;
+  wait_for_predecessors();  // which may have used this memory
+  for_strips<Place::strips>(a.blocks, [&](int strip, int owner, int) {
+    if (owner != part.block) return;
+    const float* s = total + 8 * strip;
+    __stcg(place(part.cluster, strip), make_float4(s[0], s[1], s[2], s[3]));
+    __stcg(place(part.cluster, strip) + half, make_float4(s[4], s[5], s[6], s[7]));
+  });
+  wait_for_threads<1, workers_of_block>();
+  if (threadIdx.x == 0) {
+    *told = exchange(word, a.here);
+  }
+  wait_for_threads<1, workers_of_block>();
+  if (*told != a.here) return false;
+  for_strips<Place::strips>(a.blocks, [&](int strip, int owner, int) {
+    if (owner != part.block) return;
+    float* s = total + 8 * strip;
+    const float4 low = __ldcg(place(1 - part.cluster, strip)), high = __ldcg(place(1 - part.cluster, strip) + half);
+    s[0] += low.x, s[1] += low.y, s[2] += low.z, s[3] += low.w;
+    s[4] += high.x, s[5] += high.y, s[6] += high.z, s[7] += high.w;
+  });
+  if (threadIdx.x == 0) *word = 0;
+  return true;
+}
+
+// `total`: the sums of a lane, as Product has them.
+template <class T, int columns>
+__device__ __forceinline__ void meet_and_write(const Gemm& a, const Arrivals& arrivals, const float2* ends, uint8_t* memory,
+                                               float (&total)[columns / 2]) {
+  using Place = Meeting<columns>;
+  const Part part = part_of(a);
+  const int64_t first_n = static_cast<int64_t>(part.tile % blocks_of_rows(a)) * rows_of_block;
+  const int first_m = static_cast<int>(part.tile / blocks_of_rows(a)) * columns;
+  const int lane = threadIdx.x % 32, tile = threadIdx.x / 32, block = part.block;
+  const Place meeting(a.blocks);
   const uint32_t sums = shared_address(memory) + threadIdx.x * 16;
   if (meeting.blocks == 1) {
     wait_for_threads<1, workers_of_block>();  // all that was copied has been read: y takes its place
@@ -75,53 +159,48 @@ __device__ __forceinline__ void meet_and_write(const Gemm& a, int64_t first_n, i
       expect(arrivals.sums, mine * (meeting.blocks - 1) * 2 * Place::half_bytes);
     }
     wait_for_announcements();  // it has long begun
-    if (lane < meeting.blocks) arrive_in_block(arrivals.done, lane);
-    wait(arrivals.done, 0);
-#pragma unroll
-    for (int strip = 0, owner = 0, turn = 0; strip < Place::strips; strip++) {
-      if (owner != block) {
-        store_in_block(sums + meeting.at(turn, block), owner, total + 8 * strip, arrivals.sums);
-        store_in_block(sums + meeting.at(turn, block) + Place::half_bytes, owner, total + 8 * strip + 4, arrivals.sums);
-      }
-      if (++owner == meeting.blocks) owner = 0, turn++;
+    if (!a.sums_apart) {
+      __syncwarp();  // all lanes have read what they read
+      if (lane < meeting.blocks) arrive_in_block(arrivals.done, lane);
+      wait_for_cluster(arrivals.done, 0);
     }
-    wait(arrivals.sums, 0);
+    for_strips<Place::strips>(meeting.blocks, [&](int strip, int owner, int turn) {
+      if (owner == block) return;
+      store_in_block(sums + meeting.at(turn, block), owner, total + 8 * strip, arrivals.sums);
+      store_in_block(sums + meeting.at(turn, block) + Place::half_bytes, owner, total + 8 * strip + 4, arrivals.sums);
+    });
+    wait_for_cluster(arrivals.sums, 0);
+    for_strips<Place::strips>(meeting.blocks, [&](int strip, int owner, int turn) {
+      if (owner != block) return;
+      float* s = total + 8 * strip;
+#pragma unroll 1
+      for (int b = 0; b < meeting.blocks; b++) {
+        if (b == block) continue;
+        const uint8_t* from = memory + meeting.at(turn, b) + threadIdx.x * 16;
+        const float4 low = *reinterpret_cast<const float4*>(from);
+        const float4 high = *reinterpret_cast<const float4*>(from + Place::half_bytes);
+        s[0] += low.x, s[1] += low.y, s[2] += low.z, s[3] += low.w;
+        s[4] += high.x, s[5] += high.y, s[6] += high.z, s[7] += high.w;
+      }
+    });
   }
+  if (part.clusters == 2 && !meet_other_cluster<columns>(a, part, arrivals.told, total)) return;
 
   const float2 end = ends[tile * rows_of_tile + lane / 4], end8 = ends[tile * rows_of_tile + lane / 4 + 8];
   const uint32_t corner = shared_address(memory + meeting.y_at()) + (lane / 16 * 8 + lane % 8) * Place::y_pitch +
                           (tile * rows_of_tile + lane / 8 % 2 * 8) * 2;
+  for_strips<Place::strips>(meeting.blocks, [&](int strip, int owner, int turn) {
+    if (owner != block) return;
+    const float* s = total + 8 * strip;
+    uint32_t two[4];
 #pragma unroll
-  for (int strip = 0, owner = 0, turn = 0; strip < Place::strips; strip++) {
-    if (owner == block) {
-      const float* s = total + 8 * strip;
-      float sum[8] = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
-      if (meeting.blocks > 1) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) sum[i] = 0;
-#pragma unroll 1
-        for (int b = 0; b < meeting.blocks; b++) {
-          float4 low = {s[0], s[1], s[2], s[3]}, high = {s[4], s[5], s[6], s[7]};
-          if (b != block) {
-            const uint8_t* from = memory + meeting.at(turn, b) + threadIdx.x * 16;
-            low = *reinterpret_cast<const float4*>(from);
-            high = *reinterpret_cast<const float4*>(from + Place::half_bytes);
-          }
-          sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
-          sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
-        }
-      }
-      uint32_t two[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float2& e = i % 2 ? end8 : end;
-        const T low = from_float<T>(fmaf(sum[2 * i], e.x, e.y)), high = from_float<T>(fmaf(sum[2 * i + 1], e.x, e.y));
-        two[i] = reinterpret_cast<const uint16_t&>(low) | reinterpret_cast<const uint16_t&>(high) << 16;
-      }
-      store_transposed(corner + turn * 16 * Place::y_pitch, two);
+    for (int i = 0; i < 4; i++) {
+      const float2& e = i % 2 ? end8 : end;
+      const T low = from_float<T>(fmaf(s[2 * i], e.x, e.y)), high = from_float<T>(fmaf(s[2 * i + 1], e.x, e.y));
+      two[i] = reinterpret_cast<const uint16_t&>(low) | reinterpret_cast<const uint16_t&>(high) << 16;
     }
-    if (++owner == meeting.blocks) owner = 0, turn++;
-  }
+    store_transposed(corner + turn * 16 * Place::y_pitch, two);
+  });
   wait_for_threads<1, workers_of_block>();
   wait_for_predecessors();  // whose reads of y must have ended before it is written
   for (int i = threadIdx.x; i < meeting.turns() * 16 * (rows_of_block / 8); i += workers_of_block) {

@@ -23,12 +23,28 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int c
       : "memory");
 }
 
+// What copies of boxes go by, into the cache.
+__device__ __forceinline__ void prefetch_description(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // At the barrier that lies there in another block of the cluster.
 __device__ __forceinline__ void arrive_in_block(uint64_t* barrier, int block) {
   asm volatile(
       "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(barrier)),
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(barrier)),
       "r"(block)
+      : "memory");
+}
+
+// Until others of the cluster have arrived, and what they wrote before can be seen.
+__device__ __forceinline__ void wait_for_cluster(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n\t"
+      "again_%=:\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+      "@!done bra again_%=;\n\t}" ::"r"(shared_address(barrier)),
+      "r"(parity)
       : "memory");
 }
 

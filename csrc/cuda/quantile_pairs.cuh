@@ -1,0 +1,58 @@
+// NF4 as operand A of wgmma, two codes at a time.
+//
+// The numbers of fragments.cuh's Quantiles, first and second part, of two neighbours of a row lie in a table of 256 pairs, where
+// a lane finds both operands in one load of eight bytes. Each of sixteen lanes has a column of its own, so that no two lanes of
+// a half warp meet in a bank.
+#pragma once
+
+#include "fragments.cuh"
+
+namespace lowbit::cuda {
+
+template <class T>
+struct QuantilePairs {
+  static constexpr int bits = 4, parts = 2;
+  static constexpr bool takes_zero = false;
+  static constexpr float factor = Quantiles<T>::factor;
+  static constexpr int pitch = 128, table_bytes = 256 * pitch;  // which the table's address is a multiple of, too
+  struct Constants {
+    uint32_t column;  // of this lane, in the table
+  };
+  struct Row {};
+
+  // By the first 256 threads of a block.
+  static __device__ __forceinline__ void fill(uint8_t* table) {
+    const uint32_t both = Quantiles<T>::parts_of(threadIdx.x % 16), first = threadIdx.x / 16 % 16;
+    const uint32_t mine = __shfl_sync(~0u, both, first);
+    uint8_t* to = table + first * pitch + threadIdx.x % 16 * 8;
+#pragma unroll
+    for (int second = 0; second < 16; second++) {
+      const uint32_t other = __shfl_sync(~0u, both, second);
+      *reinterpret_cast<uint2*>(to + second * 16 * pitch) = {__byte_perm(mine, other, 0x5410), __byte_perm(mine, other, 0x7632)};
+    }
+  }
+
+  static __device__ __forceinline__ Constants constants(bool, const uint8_t* table) {
+    return {shared_address(table) | threadIdx.x % 16 * 8};
+  }
+  static __device__ __forceinline__ Row row(uint32_t) { return {}; }
+
+  // Byte for byte a word holds a code of a step and the one of the step behind it; two of its bytes are neighbours.
+  static __device__ __forceinline__ uint32_t pairs_of(uint32_t word) {
+    const uint32_t turned = (word >> 12 ^ word) & 0x0000f0f0u;
+    return word ^ turned ^ turned << 12;
+  }
+
+  static __device__ __forceinline__ void fragment(const Constants& constants, const Held<bits>& held, int step, int half,
+                                                  const Row&, const Row&, uint32_t (&a)[parts][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int byte = step % 2 * 2 + i / 2;
+      const uint32_t place = shifted_left(pairs_of(held.word[0][i % 2 + 2 * half]), 7 - 8 * byte);
+      const uint32_t address = and_or(place, 0x7f80u, constants.column);
+      asm("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a[0][i]), "=r"(a[1][i]) : "r"(address));
+    }
+  }
+};
+
+}  // namespace lowbit::cuda
