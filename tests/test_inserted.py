@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,26 @@ def test_quantized_layers_keep_what_is_done_to_their_input(recipe: str, tmp_path
     again = lowbit.load(tmp_path, model=plain())
     assert isinstance(again[3].transform, Hadamard)
     assert torch.equal(again(data()), model(data()))
+
+
+def test_a_quantized_layer_with_a_transform_is_copied_pickled_and_compiled_with_it() -> None:
+    model = rewritten()
+    quantize_(model, "int8")
+    want = model(data())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    fresh = copy.deepcopy(model)
+    for module in fresh.modules():
+        if isinstance(module, Hadamard):
+            module.factor_0.zero_()
+    fresh.load_state_dict(model.state_dict())
+    for again in (copy.deepcopy(model), torch.load(file, weights_only=False), fresh):
+        assert torch.equal(again(data()), want)
+    compiled = torch.compile(model[3], backend="aot_eager", fullgraph=True)
+    x = torch.randn(5, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model[3](x))
 
 
 def test_statistics_are_those_of_what_a_layer_multiplies() -> None:
