@@ -247,6 +247,42 @@ def test_the_float_model_gives_what_it_gave(name, recipe):
         assert has == any(record.choice and not record.into for record in layer.rewrites)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_a_device_takes_a_block_at_a_time(name):
+    model = spiked(stirred(architectures.build(name)))
+    twin = copy.deepcopy(model)
+    (call, *_) = calls_for(name)
+    with torch.no_grad():
+        y = model(**call).logits
+        plan = rewrite_(model, "awq(int3)", calibration=calls_for(name), device="cuda")
+        assert apart(y, model(**call).logits) <= 1e-5
+    assert not any(tensor.is_cuda for tensor in model.state_dict().values())
+    expected = rewrite_(twin, "awq(int3)", calibration=calls_for(name))
+    for layer, other in zip(plan.layers, expected.layers, strict=True):
+        assert [record.into for record in layer.rewrites] == [record.into for record in other.rewrites]
+        assert [r.after for r in layer.rewrites] == pytest.approx([r.after for r in other.rewrites], rel=1e-2)
+    fresh = spiked(stirred(architectures.build(name)))
+    quantize_(fresh, "awq(int3)", calibration=calls_for(name), device="cuda", keep_on_device=True)
+    for layer in [module for module in fresh.modules() if isinstance(module, QLinear)]:
+        tensors = [*layer.parameters(), *layer.buffers()]  # also those of a module in front
+        assert all(tensor.is_cuda for tensor in tensors if tensor is not layer.bias)
+
+
+@pytest.mark.gpu
+def test_the_search_on_a_device_is_that_of_the_processor():
+    for recipe in ("awq(int4)", f"smoothquant({STATIC}, alpha=auto)", "awq(nvfp4, weights=true)"):
+        x, w, found = inputs(256, 5), weight(128, 256, 6), []
+        parsed = Recipe.parse(recipe)
+        (rewrite,), target = parsed.rewrites, parsed.rules[0].target
+        assert target is not None
+        for device in ("cpu", "cuda"):
+            there = Reader(w.to(device), target, Statistics.of(x.to(device)), torch.arange(256, device=device))
+            found.append(rewrite.method.run(pool_of(there), **dict(rewrite.options)))
+        assert found[1].before == pytest.approx(found[0].before, rel=1e-3)
+        assert found[1].after == pytest.approx(found[0].after, rel=1e-2)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_tied_heads_are_left_and_the_plan_says_why(name):
     model = llama(tied=True) if name == "llama" else architectures.build(name)

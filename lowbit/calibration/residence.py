@@ -88,8 +88,9 @@ class OnDevice(Residence):
             _move(module, where(name))
 
     def _home(self, name: str) -> torch.device | None:
-        stays = self._keep and isinstance(self.model.get_submodule(name), QuantizedModule)
-        return None if stays else self._origin.get(name)
+        owner = name if name in self._origin else name.rpartition(".")[0]  # a module that a rewrite put in front of a layer
+        stays = self._keep and isinstance(self.model.get_submodule(owner), QuantizedModule)
+        return None if stays else self._origin.get(owner)
 
 
 def _place(module: nn.Module) -> torch.device | None:
