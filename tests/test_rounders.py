@@ -208,9 +208,12 @@ def test_gptq_is_the_published_one_for_any_scheme(scheme, k, damping, seed):
 @given(st.integers(1, 30), st.floats(1e-3, 1), seeds)
 def test_factor_of_the_inverse(k, damping, seed):
     gram = correlated(k, seed % 1009).gram.double()
-    upper, used = inverse_factor(gram, damping)
-    assert used == damping
+    factor = inverse_factor(gram, damping)
+    upper = factor.rows(0, k)
+    assert factor.damping == damping
     assert torch.equal(upper, upper.triu())
+    assert torch.equal(factor.rows(k // 2, k), upper[k // 2 :])
+    assert torch.equal(factor.diagonal, upper.diagonal())
     torch.testing.assert_close(
         upper.T @ upper @ damped(gram, damping), torch.eye(k, dtype=torch.float64), rtol=0, atol=1e-12 * k / damping
     )

@@ -16,7 +16,7 @@ from ..scales import choose, least_cost
 from ..scheme import Scheme
 from ..statistics import Statistics
 from .descent import descend
-from .hessian import damped, inverse_factor, notes_on
+from .hessian import Factor, damped, inverse_factor, notes_on
 from .rounder import Rounded
 from .rows import by_rows
 from .rtn import rtn
@@ -55,10 +55,11 @@ def gptq(
     check(damping=damping, act_order=act_order, ranges=ranges, passes=passes)
     if not weight.numel():
         return rtn(weight, scheme)
-    order, upper, used = _factored(statistics, weight, damping, act_order)
-    scales = _ranges(weight, scheme, ranges, order, upper)
-    codes = _swept(weight, scheme, scales, order, upper)
-    del upper
+    order, factor = _factored(statistics, weight, damping, act_order)
+    scales = _ranges(weight, scheme, ranges, order, factor)
+    codes = _swept(weight, scheme, scales, order, factor)
+    used = factor.damping
+    del factor  # the largest matrix
     if passes:
         gram = damped(statistics.gram.to(weight.device, weight.dtype), used)
         codes, scales = descend(weight, scheme, gram, codes, scales, passes)
@@ -77,25 +78,25 @@ def check(*, damping: float = 0.01, act_order: bool = True, ranges: str = "outpu
         raise ValueError(f"passes must be a whole number and at least 0, got {passes!r}")
 
 
-def _factored(statistics: Statistics, weight: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Tensor, float]:
-    """The order of the columns, the factor in that order, and the damping that it took."""
+def _factored(statistics: Statistics, weight: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Factor]:
+    """The order of the columns, and the factor of the inverse in that order."""
     gram = statistics.gram.to(weight.device)
     if gram.shape[0] != weight.shape[1]:
         raise ValueError(f"statistics are of {gram.shape[0]} channels and the weight has {weight.shape[1]}: not the same layer's")
     order = torch.arange(len(gram), device=gram.device)
     if act_order:
         order = gram.diagonal().argsort(descending=True, stable=True)
-    return order, *inverse_factor(gram, damping, order, weight.dtype)
+    return order, inverse_factor(gram, damping, order)
 
 
-def _ranges(weight: Tensor, scheme: Scheme, ranges: str, order: Tensor, upper: Tensor) -> Scales:
+def _ranges(weight: Tensor, scheme: Scheme, ranges: str, order: Tensor, factor: Factor) -> Scales:
     if ranges != "output":
         return choose(weight, scheme, ranges)
-    # The loss of the sweep below is the sum over columns of error^2 / upper[j, j]^2: what is left of a column's input once
-    # the later ones have told what they can of it.
-    left = torch.empty_like(upper.diagonal())
-    left[order] = 1 / upper.diagonal().square()
-    importance = grouped(left, scheme.group(weight.shape[1]))
+    # The loss of the sweep below is the sum over columns of error^2 / U[j, j]^2: what is left of a column's input once the
+    # later ones have told what they can of it.
+    left = torch.empty_like(factor.diagonal)
+    left[order] = 1 / factor.diagonal.square()
+    importance = grouped(left.to(weight.dtype), scheme.group(weight.shape[1]))
 
     def found(rows: Tensor, outer: Tensor | None) -> Scales:
         return least_cost(rows, scheme, lambda error: (error.square() * importance).sum(-1), outer, ends=True)
@@ -103,12 +104,10 @@ def _ranges(weight: Tensor, scheme: Scheme, ranges: str, order: Tensor, upper: T
     return by_rows(weight, scheme, found)
 
 
-def _swept(weight: Tensor, scheme: Scheme, scales: Scales, order: Tensor, upper: Tensor) -> Tensor:
-    """Codes [N, K], column by column in ``order``; ``upper`` is the factor of the inverse in the same order, which is used up."""
+def _swept(weight: Tensor, scheme: Scheme, scales: Scales, order: Tensor, factor: Factor) -> Tensor:
+    """Codes [N, K], column by column in ``order``; ``factor`` is that of the inverse in the same order."""
     k, fmt = weight.shape[1], scheme.fmt
     w = weight.T[order].contiguous()  # a column is a contiguous row here
-    owed = upper.div_(upper.diagonal().clone()[:, None])  # by each column's error to those behind it
-    owed.diagonal().zero_()
     scale = scale_values(scheme, scales, w.dtype).T
     zero = None if scales.zero_point is None else scales.zero_point.T.to(w.dtype)
     codes = torch.empty_like(w, dtype=torch.uint8)
@@ -117,10 +116,13 @@ def _swept(weight: Tensor, scheme: Scheme, scales: Scales, order: Tensor, upper:
         groups = order[part] // scheme.group(k)
         s, z = scale[groups], None if zero is None else zero[groups]
         block, errors = w[part], torch.empty_like(w[part])
-        columns = zip(block, errors, s, divisor(s), [None] * len(s) if z is None else z, owed[part, part], strict=True)
+        stop = start + len(block)
+        owed = factor.rows(start, stop)  # by each column's error to those behind it
+        owed = (owed / factor.diagonal[part, None])[:, start:].triu(1).to(w.dtype)
+        columns = zip(block, errors, s, divisor(s), [None] * len(s) if z is None else z, owed[:, : len(block)], strict=True)
         for column, error, *grid, share in columns:
             torch.sub(column, rounded(column, fmt, *grid), out=error)
             block.addr_(share, error, alpha=-1)
         codes[part] = encode(block, fmt, s, z)  # a column is as it was when it was rounded: nothing is owed to it afterwards
-        w[start + _BLOCK :].addmm_(owed[part, start + _BLOCK :].T, errors, alpha=-1)
+        w[stop:].addmm_(owed[:, len(block) :].T, errors, alpha=-1)
     return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()

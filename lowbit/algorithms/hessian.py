@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ..statistics import Statistics
 
-__all__ = ["damped", "inverse_factor", "notes_on"]
+__all__ = ["Factor", "damped", "inverse_factor", "notes_on"]
 
 _ROWS = 256  # of a matrix that are copied, and of a triangle that are inverted, at a time
 
@@ -22,15 +24,35 @@ def damped(gram: Tensor, damping: float) -> Tensor:
     return out
 
 
-def inverse_factor(
-    gram: Tensor, damping: float, order: Tensor | None = None, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, float]:
-    """The upper triangular U with U^T U = (damped gram)^-1 as ``dtype``, and the damping that it took.
+@dataclass(frozen=True)
+class Factor:
+    """The upper triangular U with U^T U = (damped gram)^-1.
 
-    ``gram`` [K, K] in float32 or float64; ``order`` [K]: which of its channels is first, second and so on in U. Where the
-    matrix is not positive definite in float64, ten times the damping is tried, at least 1e-6. One Cholesky factor with the
-    axes turned round and one triangular inverse, both in the place of one matrix: the inverse of the whole is never made,
-    which would square the condition number. Raises ``ValueError`` where no damping helps: such a matrix is no mean of x x^T.
+    ``turned``: float64 [K, K], U with its rows and its columns in reverse; ``damping``: what it took.
+    """
+
+    turned: Tensor
+    damping: float
+
+    @property
+    def diagonal(self) -> Tensor:
+        """That of U, [K]."""
+        return self.turned.diagonal().flip(0)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of U, [stop - start, K]."""
+        k = len(self.turned)
+        return self.turned[k - stop : k - start].flip(0, 1)
+
+
+def inverse_factor(gram: Tensor, damping: float, order: Tensor | None = None) -> Factor:
+    """The factor of the inverse of ``gram`` [K, K] (float32 or float64), damped; ``order`` [K]: which of its channels is first,
+    second and so on in it.
+
+    Where the matrix is not positive definite in float64, ten times the damping is tried, at least 1e-6. One Cholesky factor
+    with the axes turned round and one triangular inverse, both in the place of one matrix: the inverse of the whole is never
+    made, which would square the condition number. Raises ``ValueError`` where no damping helps: such a matrix is no mean of
+    x x^T.
     """
     if not bool(torch.isfinite(gram.sum(dtype=torch.float64))):
         raise ValueError("the Gram matrix holds NaN or infinity: collect the statistics again")
@@ -45,11 +67,7 @@ def inverse_factor(
         # Pivots this small are what rounding left of zeros.
         if not int(failed) and bool(diagonal.min() > 1e-7 * diagonal.max()):
             _invert(lower)
-            upper = torch.empty(gram.shape, dtype=dtype, device=gram.device)
-            for start in range(0, len(upper), _ROWS):
-                part = upper[start : start + _ROWS]
-                part.copy_(lower[len(upper) - start - len(part) : len(upper) - start].flip(0, 1))
-            return upper, damping
+            return Factor(lower, damping)
         damping = max(10 * damping, 1e-6)
     raise ValueError(f"the Gram matrix is not positive definite, with any damping from {asked:g} to 1000: collect it again")
 
