@@ -14,7 +14,6 @@ import copy
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -80,12 +79,11 @@ class Bench:
 
     def ours(self, scheme: str, recipe: str) -> dict[str, Any]:
         """The figures of the model quantized by ``recipe``."""
-        model, start = copy.deepcopy(self.model), time.perf_counter()
+        model = copy.deepcopy(self.model)
         plan = quantize_(model, recipe, calibration=self.data if _looks_at_data(recipe) else None)
-        seconds = time.perf_counter() - start
         sizes = [math.prod(layer.shape) for layer in plan.changed]
         bits = sum(layer.bits_per_weight * size for layer, size in zip(plan.changed, sizes, strict=True)) / sum(sizes)
-        row = {"scheme": scheme, "recipe": recipe, "by": "lowbit", "bits_per_weight": bits, "seconds": seconds}
+        row = {"scheme": scheme, "recipe": recipe, "by": "lowbit", "bits_per_weight": bits}
         return {**row, **self._figures(model, True)}
 
     def theirs(self, folder: Path) -> dict[str, Any]:
@@ -102,7 +100,7 @@ class Bench:
         inputs = load_file(folder / "inputs.safetensors") if (folder / "inputs.safetensors").exists() else {}
         if told["int8_inputs"]:
             _round_inputs(model, inputs)
-        kept = {name: told[name] for name in ("scheme", "bits_per_weight", "rows", "seconds")}
+        kept = {name: told[name] for name in ("scheme", "bits_per_weight", "rows")}
         return {**kept, "recipe": told["peer"], "by": told["version"], **self._figures(model, True)}
 
     def _figures(self, model: nn.Module, compare: bool) -> dict[str, Any]:
