@@ -81,6 +81,14 @@ def test_the_loss_is_that_of_the_outputs_themselves(name, seed, n, k):
     assert found == pytest.approx(float(lost.square().sum() / true.square().sum()), rel=2e-3, abs=1e-9)
 
 
+def test_what_each_layer_of_an_input_loses_counts_by_its_own_size():
+    """A layer with outputs a thousand times as large is worth no more."""
+    x, s = inputs(32, 3), torch.exp(torch.randn(32, generator=torch.Generator().manual_seed(1))).double()
+    one, two = reader(weight(6, 32, 4), "int3", x), reader(1000 * weight(9, 32, 5), "int3", x[:100])
+    apart, both = [losses_of(pool_of(r), [s]) for r in (one, two)], losses_of(pool_of(one, two), [s])
+    torch.testing.assert_close(both, (300 * apart[0] + 100 * apart[1]) / 400)
+
+
 @pytest.mark.parametrize(("format", "static"), [("int8", False), ("int8", True), ("fp8_e4m3fn", True)])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 2.0])
 def test_what_rounding_inputs_costs_is_told_from_their_statistics(format, static, spread):

@@ -110,18 +110,22 @@ def levelled(size: Tensor) -> Tensor:
 
 
 def losses_of(pool: Pool, divisors: Sequence[Tensor], ranges: str = "range") -> Tensor:
-    """What the readers' outputs lose under each of ``divisors`` [C], relative to their size: float64 [len(divisors)].
+    """What the readers' outputs lose under each of ``divisors`` [C], float64 [len(divisors)].
+
+    The mean of what each loses relative to the size of its own outputs, weighted by the rows that it saw. Large outputs are not
+    worth more than small ones: of queries, keys and values the last are the smallest, and matter no less.
 
     ``ranges``: how the scales of weights are chosen, ``method`` of :func:`lowbit.scales.choose`.
     """
-    total, size = torch.zeros(len(divisors), dtype=torch.float64), 0.0
+    total, seen = torch.zeros(len(divisors), dtype=torch.float64), 0
     for reader in pool.readers():
-        losses = torch.stack([loss_under(reader, reader.spread(divisor), ranges) for divisor in divisors])
-        total += reader.statistics.count * losses.cpu()
-        weight = reader.weight
-        gram = reader.statistics.gram.to(weight.dtype)
-        size += reader.statistics.count * sum(float((rows @ gram).mul_(rows).sum()) for rows in slices(weight, _ROWS))
-    return total / size if size > 0 else torch.zeros_like(total)
+        weight, gram = reader.weight, reader.statistics.gram.to(reader.weight.dtype)
+        size = sum(float((rows @ gram).mul_(rows).sum()) for rows in slices(weight, _ROWS))
+        seen += reader.statistics.count
+        if size > 0:
+            losses = torch.stack([loss_under(reader, reader.spread(divisor), ranges) for divisor in divisors])
+            total += reader.statistics.count / size * losses.cpu()
+    return total / max(seen, 1)
 
 
 def chosen(divisors: Sequence[Tensor], labels: Sequence[str], losses: Tensor, place: int | None = None) -> Choice:
