@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .evaluation import TOY, Material, compare
 from .results import write_result
+from .rounders import calibration
 from .tables import RESULTS, recipes_table
 from .tasks import MMLU
 
@@ -38,16 +40,24 @@ def when(name: str) -> str:
 
 
 def measure(
-    recipes: Sequence[str], material: Material, progress: Callable[[str, int, int], None] | None = None
+    recipes: Sequence[str], material: Material, rows: int = 128, progress: Callable[[str, int, int], None] | None = None
 ) -> list[dict[str, Any]]:
-    """The model in the box as it is and by each of ``recipes``: a row each, from many bits a weight to few."""
+    """The model in the box as it is and by each of ``recipes``: a row each, from many bits a weight to few.
+
+    Recipes that look at data see ``rows`` rows of :func:`~lowbit.evals.rounders.calibration`.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(TOY, local_files_only=True)
-    found = compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, files=True, progress=progress)
-    rows = [_row(outcome.to_dict()) for outcome in found]
-    return [rows[0], *sorted(rows[1:], key=lambda row: (-row["file_bytes"], row["recipe"]))]
+    data = calibration(tokenizer, rows)
+    found = compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, calibration=data, files=True, progress=progress)
+    return _sorted([_row(outcome.to_dict()) for outcome in found])
+
+
+def _sorted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The float model, then from large to small."""
+    return sorted(rows, key=lambda row: (row["recipe"] != "float", -row["file_bytes"], row["recipe"]))
 
 
 def _row(outcome: dict[str, Any]) -> dict[str, Any]:
@@ -59,9 +69,18 @@ def _row(outcome: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure every recipe in the box on the model in the box.")
     parser.add_argument("--limit", type=int, help="exam questions a subject at most")
+    parser.add_argument("--recipes", help="these, with commas between, beside the rows that the file holds; all anew by default")
+    parser.add_argument("--rows", type=int, default=128, help="rows of 512 tokens to calibrate on")
     parser.add_argument("--out", type=Path, default=RESULTS / "recipes.json", help="JSON file to write")
     options = parser.parse_args(arguments)
-    rows = measure(names(), Material.read(limit=options.limit))
+    asked = options.recipes.split(",") if options.recipes else names()
+    rows = measure(asked, Material.read(limit=options.limit), options.rows)
+    if options.recipes:
+        kept = json.loads(options.out.read_text(encoding="utf-8"))
+        if kept["limit"] != options.limit:
+            raise SystemExit(f"{options.out} holds figures of --limit {kept['limit']}: give the same")
+        known = {row["recipe"] for row in rows}
+        rows = _sorted([*rows, *(row for row in kept["recipes"] if row["recipe"] not in known and row["recipe"] in names())])
     write_result(options.out, {"limit": options.limit, "recipes": rows})
     print(recipes_table([{"recipes": rows}]))
 
