@@ -99,6 +99,34 @@ def rounders_table(results: list[dict[str, Any]]) -> str:
     return _markdown(head, (row(found) for found in result["rounders"]))
 
 
+def further_table(results: list[dict[str, Any]]) -> str:
+    """Answers to many questions, and what of round-to-nearest's loss is won back."""
+    (result,) = results
+
+    def row(found: dict[str, Any]) -> tuple[Any, ...]:
+        back = "" if found["won_back"] is None else f"{100 * found['won_back']:.0f}"
+        return (
+            f"`{found['recipe']}`", f"{found['bits_per_weight']:.2f}", f"{100 * found['value']:.1f}",
+            _points(found["difference"]), back,
+        )  # fmt: skip
+
+    questions = f"{result['further'][0]['n']:,} questions"
+    return _markdown(f"recipe |bits a weight|{questions}, %|difference, points [95 %]|won back, %", map(row, result["further"]))
+
+
+def mixed_table(results: list[dict[str, Any]]) -> str:
+    """Two schemes of one method and what lies between them, beside the straight line; one model after the other."""
+
+    def row(model: str, found: dict[str, Any]) -> tuple[Any, ...]:
+        mixed = len([count for count in found["layers"].values() if count]) > 1
+        taken = ", ".join(f"{count} `{scheme}`" for scheme, count in found["layers"].items() if count)
+        below = (f"{found['line']:.4f}", f"{100 * (1 - found['kl'] / found['line']):.0f}") if mixed else ("", "")
+        return model, taken, f"{found['bits_per_weight']:.3f}", f"{found['kl']:.4f}", *below
+
+    rows = (row(result["model"], found) for result in results for found in result["mixed"])
+    return _markdown("model |layers |bits a weight|KL, nats|straight line|below it, %", rows)
+
+
 def quality_table(results: list[dict[str, Any]]) -> str:
     """Methods and peers on a real model, scheme by scheme."""
     (result,) = results
@@ -158,6 +186,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "demo": demo_table,
     "recipes": recipes_table,
     "rounders": rounders_table,
+    "mixed": mixed_table,
     "quality": quality_table,
     "gemv": gemv_table,
 }

@@ -18,6 +18,7 @@ from scipy.optimize import LinearConstraint, milp
 import lowbit
 from lowbit import QLinear, Recipe, Scheme, Sensitivity, Target, allocate, plan, quantize_, sensitivity
 from lowbit.command import run
+from lowbit.evals import mixed, tables
 from lowbit.mixing.knapsack import Option, cheapest
 from tests.models import exam_and_text, gpt2, llama, mlp, tokens, word_model
 
@@ -225,6 +226,32 @@ def test_what_is_measured_is_printed_and_comes_back_from_json(measured):
 def test_what_makes_no_sense_is_refused(measured, call, message):
     with pytest.raises(ValueError, match=message):
         call(measured)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_puts_each_mixture_beside_the_straight_line():
+    model, data = llama(), lowbit.Calibration(tokens(6, 24))
+    rows = mixed.measure(model, data, tokens(8, 16), [("int2_g32", "int4_g32")], [3.0, 4.0], batches=1)
+    assert [row["layers"]["int2_g32"] for row in rows[:2]] == [14, 0]
+    small, large, *between = rows
+    for row, budget in zip(between, [3.0, 4.0], strict=True):
+        assert row["bits_per_weight"] <= budget
+        share = (row["bits_per_weight"] - small["bits_per_weight"]) / (large["bits_per_weight"] - small["bits_per_weight"])
+        assert row["line"] == pytest.approx(small["kl"] + share * (large["kl"] - small["kl"]))
+        assert large["kl"] < row["kl"] < row["line"]
+    head, rule, *lines = tables.mixed_table([{"model": "tiny", "mixed": rows}]).splitlines()
+    assert len(lines) == 4
+    assert lines[0].count("|  |") == 1  # ends of the line are not compared with it
+    assert {line.count("|") for line in (head, rule, *lines)} == {7}
+
+
+def test_the_readme_s_mixtures_lie_below_the_line():
+    kept = json.loads((tables.RESULTS / "mixed.json").read_text())["mixed"]
+    between = [row for row in kept if all(row["layers"].values())]
+    assert {row["method"] for row in between} == {f"{small} and {large}" for small, large in mixed.METHODS}
+    assert all(row["kl"] < 0.85 * row["line"] for row in between)
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------

@@ -55,6 +55,27 @@ def test_exam_has_the_size_and_balance_it_promises(questions: list) -> None:
     assert not {q.text for q in questions} & {q.text for q in read_exam(TOY_DATA, "dev")}
 
 
+def test_further_questions_ask_what_the_exam_does_not(world: World, questions: list) -> None:
+    more = corpus.further(world)
+    assert more == corpus.further(world)
+    assert len(more) > 5 * len(questions)
+    asked = {q.text for q in questions} | {q.text for q in read_exam(TOY_DATA, "dev")}
+    assert len({q.text for q in more} | asked) == len(more) + len(asked)
+    known = {frozenset((fact.entity, fact.value)) for fact in world.facts}
+    texts = {q.text: q for q in more[::600]}
+    for q in texts.values():
+        assert any(frozenset((name, q.choices[q.answer])) in known for name in _named(world, q)), q
+    letters = Counter(q.answer for q in more)
+    assert min(letters.values()) > 0.22 * len(more)
+
+
+def _named(world: World, question) -> list[str]:
+    """The entities and values that a question's text names."""
+    names = {name for fact in world.facts for name in (fact.entity, fact.value)}
+    text = question.text[0].lower() + question.text[1:]
+    return [name for name in names if name in question.text or name[0].lower() + name[1:] in text]
+
+
 def test_every_answer_is_a_fact(world: World, questions: list) -> None:
     others: dict[tuple[str, str], set[str]] = {}
     for fact in world.facts:

@@ -175,22 +175,46 @@ def exam(world: World, seed: int = SEED) -> dict[str, list[Question]]:
 
     No question stands twice, and the letters A to D are right equally often in the test of every subject.
     """
+    return {name: [question for _, question in paper] for name, paper in _papers(world, seed).items()}
+
+
+def further(world: World, seed: int = SEED) -> list[Question]:
+    """Return a question about every fact that the exam does not ask, in the forms kept for the exam; no question stands twice.
+
+    About 12,000: to choose settings on, which the exam then judges, and to tell differences that are too small for it.
+    """
+    examiner, found = Examiner(world), []
+    for name, paper in _papers(world, seed).items():
+        asked, texts = {fact for fact, _ in paper}, {question.text for _, question in paper}
+        rng = Random(f"further {seed} {name}")
+        facts = [fact for fact in world.facts if fact.subject.name == name and fact not in asked]
+        rng.shuffle(facts)
+        for fact in facts:
+            question = examiner.ask(fact, rng, rng.randrange(4), rng.random() < BACKWARD_SHARE, heldout=True)
+            if question.text not in texts:
+                texts.add(question.text)
+                found.append(question)
+    return found
+
+
+def _papers(world: World, seed: int) -> dict[str, list[tuple[Fact, Question]]]:
+    """The exam's questions of every subject, each with the fact that it asks."""
     rng = Random(f"exam {seed}")
     examiner = Examiner(world)
-    papers: dict[str, list[Question]] = {}
+    papers: dict[str, list[tuple[Fact, Question]]] = {}
     for subject in SUBJECTS:
         facts = [fact for fact in world.facts if fact.subject is subject]
         rng.shuffle(facts)
         answers = [index % 4 for index in range(TEST_QUESTIONS)]
         rng.shuffle(answers)
         answers = [rng.randrange(4) for _ in range(DEV_QUESTIONS)] + answers
-        paper: dict[str, Question] = {}
+        paper: dict[str, tuple[Fact, Question]] = {}
         for fact in facts:
             if len(paper) == len(answers):
                 break
             question = examiner.ask(fact, rng, answers[len(paper)], rng.random() < BACKWARD_SHARE, heldout=True)
             # Two facts that share a value are asked backward in the same words.
-            paper.setdefault(question.text, question)
+            paper.setdefault(question.text, (fact, question))
         papers[subject.name] = list(paper.values())
     return papers
 

@@ -25,23 +25,21 @@ _FAR = 12.0  # dB below what the scheme gives: no rounding of this weight, whate
 
 
 class WeightFigures(NamedTuple):
-    """Fields as in :class:`~lowbit.diagnosis.report.LayerFigures`; ``unexplained``: that its noise is far from what the scheme
-    gives, and nothing known explains it; ``mended``: the weight, float32, with the scales and zero points put right that the
-    findings call wrong, where they do: data can tell whether it gives better outputs."""
+    """Fields as in :class:`~lowbit.diagnosis.report.LayerFigures`; ``mended``: the weight, float32, with the scales and zero
+    points put right that the findings call wrong, where they do: data can tell whether it gives better outputs."""
 
     weight_db: float | None
     expected_db: float | None
     zero_groups: int
     clipped: float
     findings: tuple[Finding, ...]
-    unexplained: bool
     mended: Tensor | None = None
 
 
 def stored(name: str, weight: QTensor) -> WeightFigures:
     """What can be told of ``weight`` [N, K] alone."""
     finding = _not_finite(name, weight, weight.canonical().dequantize(torch.float32))
-    return WeightFigures(None, None, 0, 0.0, () if finding is None else (finding,), False)
+    return WeightFigures(None, None, 0, 0.0, () if finding is None else (finding,))
 
 
 def examined(name: str, weight: QTensor, before: Tensor, fresh: QTensor) -> WeightFigures:
@@ -51,12 +49,11 @@ def examined(name: str, weight: QTensor, before: Tensor, fresh: QTensor) -> Weig
     dense = weight.dequantize(torch.float32)
     bad = _not_finite(name, weight, dense)
     if bad is not None:
-        return WeightFigures(-math.inf, _db(before, fresh.dequantize(torch.float32)), 0, 0.0, (bad,), False)
+        return WeightFigures(-math.inf, _db(before, fresh.dequantize(torch.float32)), 0, 0.0, (bad,))
     rounded = fresh.dequantize(torch.float32)
     weight_db, expected_db = _db(before, dense), _db(before, rounded)
     groups = _Groups(weight, before, dense, rounded)
     findings, mended = groups.findings(name)
-    unexplained = False
     if groups.median_db < groups.expected_median_db - 10 * math.log10(_WORSE):
         # Not a few groups: something that went wrong with the whole.
         found = explained(weight, before, lambda candidate: _db(before, candidate), expected_db - 10 * math.log10(_WORSE))
@@ -70,12 +67,9 @@ def examined(name: str, weight: QTensor, before: Tensor, fresh: QTensor) -> Weig
                     "Look at what packed, converted or loaded this weight",
                 )
             ]  # fmt: skip
-        else:
-            unexplained = weight_db < expected_db - 10 * math.log10(_WORSE)
-            if weight_db < expected_db - _FAR and weight_db < 1:
-                findings.append(_strange(name, weight_db, expected_db))
-                unexplained = False
-    return WeightFigures(weight_db, expected_db, groups.zeros, _clipped(weight, before), tuple(findings), unexplained, mended)
+        elif weight_db < min(expected_db - _FAR, 1.0):
+            findings.append(_strange(name, weight_db, expected_db))
+    return WeightFigures(weight_db, expected_db, groups.zeros, _clipped(weight, before), tuple(findings), mended)
 
 
 def _not_finite(name: str, weight: QTensor, dense: Tensor) -> Finding | None:

@@ -10,7 +10,7 @@ from typing import Any
 from ..recipe import Recipe
 from ..target import Target
 
-__all__ = ["COSTS", "Cost", "LayerCosts", "Sensitivity", "named_targets"]
+__all__ = ["COSTS", "Cost", "LayerCosts", "Sensitivity", "cost_of", "named_targets", "plain"]
 
 COSTS = ("kl", "error")
 _FORMAT = 1
