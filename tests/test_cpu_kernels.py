@@ -27,6 +27,15 @@ SCHEMES = (
     Scheme("fp8_e4m3fn", 32, scale="e8m0"),
     Scheme("fp4_e2m1", 16, scale="fp8_e4m3fn", outer=True),
     Scheme("uint3", 9, "int"),
+    Scheme("int2", 64),
+    Scheme("uint2", 32, "int"),
+    Scheme("int3", 128),
+    Scheme("uint5", 40, "int"),
+    Scheme("int6", 32),
+    Scheme("uint7", 128, "float"),
+    Scheme("fp6_e2m3", 32, scale="e8m0"),
+    Scheme("fp6_e3m2", 17),
+    Scheme("fp8_e5m2", 128),
 )
 Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -111,7 +120,7 @@ def test_scales_of_few_bits(scale: str) -> None:
         (lambda x, p: (x.expand(9, -1), p), "at most 8 rows, got 9"),
         (lambda x, p: (x, (p[0], p[1].double(), None, None)), "scale must be float32"),
         (lambda x, p: (x, (p[0], p[1][:-1], None, None)), "scale must be a CPU tensor"),
-        (lambda x, p: (x, (p[0], p[1], p[1], None)), "int8 has no zero point"),
+        (lambda x, p: (x, (p[0], p[1], p[1], None)), "codes with a sign have no zero point"),
     ],
 )
 def test_what_it_refuses(change: Callable[..., tuple[Tensor, Parts]], message: str) -> None:

@@ -85,16 +85,34 @@ void check_weight_matrix(const Tensor& t, const char* name, int64_t rows, int64_
                   ", ", columns, "]");
 }
 
-Codes codes_of(const float* values, int bits) {
-  bool finite = true, is_int8 = bits == 8, is_uint8 = bits == 8;
+// Whether the numbers are those of two's complement codes, or of codes without a sign.
+bool are_integers(const float* values, int bits, bool is_signed) {
+  const int sign = is_signed ? 1 << (bits - 1) : 0;
+  for (int code = 0; code < 1 << bits; code++)
+    if (values[code] != static_cast<float>((code ^ sign) - sign)) return false;
+  return true;
+}
+
+// Fills `halves` with the numbers; false where one of them is no 16-bit float.
+bool are_halves(const float* values, int bits, uint16_t* halves) {
   for (int code = 0; code < 1 << bits; code++) {
-    finite = finite && std::isfinite(values[code]);
-    if (bits == 8) {
-      is_int8 = is_int8 && values[code] == lowbit::number<lowbit::formats::int8>(code);
-      is_uint8 = is_uint8 && values[code] == lowbit::number<lowbit::formats::uint8>(code);
-    }
+    const c10::Half half = static_cast<c10::Half>(values[code]);
+    if (!std::isnan(values[code]) && static_cast<float>(half) != values[code]) return false;
+    halves[code] = half.x;
   }
-  return bits == 4 && finite ? Codes::nibbles : is_int8 ? Codes::signed_bytes : is_uint8 ? Codes::unsigned_bytes : Codes::table;
+  return true;
+}
+
+// How codes become numbers; fills `halves` where it takes them.
+Codes codes_of(Linear& a, uint16_t* halves) {
+  bool finite = true;
+  for (int code = 0; code < 1 << a.bits; code++) finite = finite && std::isfinite(a.values[code]);
+  if (a.bits == 4 && finite) return Codes::nibbles;
+  a.is_signed = are_integers(a.values, a.bits, true);
+  if (a.is_signed || are_integers(a.values, a.bits, false))
+    return a.bits < 8 ? Codes::integers : a.is_signed ? Codes::signed_bytes : Codes::unsigned_bytes;
+  a.halves = halves;
+  return are_halves(a.values, a.bits, halves) ? Codes::halves : Codes::table;
 }
 
 // Rounded to nearest even; what a float cannot be rounded to becomes infinity, NaN stays NaN.
@@ -129,7 +147,8 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   STD_TORCH_CHECK(a.bits >= 1 && 1 << a.bits == values.numel(),
                   "values must hold 2^bits numbers for 1..8 bits, got ", values.numel());
   a.values = values.const_data_ptr<float>();
-  a.codes = codes_of(a.values, a.bits);
+  uint16_t halves[256] = {};
+  a.codes = codes_of(a, halves);
   a.n = packed.size(0);
   a.k = x.size(x.dim() - 1);
   a.m = 1;
@@ -158,7 +177,7 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   if (zero_any) {
     zero = with_dense_rows(*zero_any);
     check_weight_matrix(zero, "zero_point", a.n, groups);
-    STD_TORCH_CHECK(a.codes != Codes::signed_bytes, "int8 has no zero point");
+    STD_TORCH_CHECK(!a.is_signed, "codes with a sign have no zero point");
     a.zero_point = numbers_of(zero, "zero_point");
   }
   if (outer) {
