@@ -140,7 +140,21 @@ from lowbit.scheme import Scheme
 print(select(Call("linear", "cpu", 0, "canonical", Scheme("int8"), torch.float32, 1, 8, 64)).name, kernels()[-1].name[:9])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["cpu_gemv", "reference"]
+    assert done.stdout.split() == ["cpu_gemv" if cpu._digits_available() else "cpu_digits", "reference"]
+
+
+@pytest.mark.skipif(cpu._digits_available() is not None, reason=cpu._digits_available() or "")
+@pytest.mark.parametrize(
+    "scheme", [Scheme("int8"), Scheme("uint4", 128, "int"), Scheme("fp4_e2m1", 16), Scheme("int3", 32)], ids=str
+)
+def test_infinities_and_nan_have_no_digits(scheme: Scheme) -> None:
+    parts, _ = weight(scheme, 9, 256)
+    values, scales = cpu._values(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu._values(scheme.scale)
+    for number in (float("inf"), float("-inf"), float("nan")):
+        x = torch.randn(2, 256)
+        x[1, 77] = number
+        y = torch.ops.lowbit_cpu.digits_linear(x, *parts, None, values, scales, scheme.group_size)
+        assert torch.equal(y.nan_to_num(7e30), linear(x, parts, scheme).nan_to_num(7e30))
 
 
 def test_nothing_to_do() -> None:

@@ -139,21 +139,28 @@ struct Exact : Halves<bits> {
   explicit Exact(const Linear& a) : Halves<bits>(a.halves) {}
 };
 
+// A block at an edge of its group, or of its row.
+__attribute__((noinline)) void decode_edge(const Linear& a, const uint8_t* row, const Span& span, int64_t first, float zero, float* numbers) {
+  Floats w0, w1;
+  Decoder<Codes::table>(a, zero).block_at(a, row, span, first, w0, w1);
+  store(numbers, w0);
+  store(numbers + 16, w1);
+}
+
 template <class Numbers, int bits>
 void decode(const Linear& a, const uint8_t* row, const Span& span, int64_t first, int64_t blocks, float zero, float* numbers) {
   const Numbers numbers_of(a);
   const Floats zeros = broadcast(zero);
   const int64_t end = span.first + span.lead + span.count;
   for (int64_t b = 0; b < blocks; b++, first += block, numbers += block) {
-    Floats w0, w1;
-    if (end - first >= block && (first > span.first || span.lead == 0)) {
-      numbers_of(codes_from<bits>(row, a.k, first), w0, w1);
-      w0 = subtract(w0, zeros), w1 = subtract(w1, zeros);
-    } else {
-      Decoder<Codes::table>(a, zero).block_at(a, row, span, first, w0, w1);
+    if (end - first < block || (first == span.first && span.lead)) {
+      decode_edge(a, row, span, first, zero, numbers);
+      continue;
     }
-    store(numbers, w0);
-    store(numbers + 16, w1);
+    Floats w0, w1;
+    numbers_of(codes_from<bits>(row, a.k, first), w0, w1);
+    store(numbers, subtract(w0, zeros));
+    store(numbers + 16, subtract(w1, zeros));
   }
 }
 
