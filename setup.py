@@ -136,6 +136,9 @@ def cpu_commands(out: Path, temp: Path) -> list[tuple[Path, list[str]]]:
     objects = {temp / "bindings.o": [include, str(folder / "bindings.cpp")]}
     for name, flags in INSTRUCTION_SETS.items():
         objects[temp / f"linear_{name}.o"] = [*flags, f"-DLOWBIT_SET={name}", str(folder / "linear.cpp")]
+    if "avx512" in INSTRUCTION_SETS:
+        flags = [*INSTRUCTION_SETS["avx512"], "-mavx512vbmi", "-mavx512vnni", "-Wno-uninitialized"]  # of GCC's own intrinsics
+        objects[temp / "digits.o"] = [*flags, str(folder / "digits.cpp")]
     commands = [(path, [cxx, *CXX_FLAGS, *flags, "-c", "-o", str(path)]) for path, flags in objects.items()]
     return [*commands, (out, [cxx, *map(str, objects), *link_flags(torch), "-o", str(out)])]
 

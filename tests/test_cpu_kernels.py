@@ -27,6 +27,15 @@ SCHEMES = (
     Scheme("fp8_e4m3fn", 32, scale="e8m0"),
     Scheme("fp4_e2m1", 16, scale="fp8_e4m3fn", outer=True),
     Scheme("uint3", 9, "int"),
+    Scheme("int2", 64),
+    Scheme("uint2", 32, "int"),
+    Scheme("int3", 128),
+    Scheme("uint5", 40, "int"),
+    Scheme("int6", 32),
+    Scheme("uint7", 128, "float"),
+    Scheme("fp6_e2m3", 32, scale="e8m0"),
+    Scheme("fp6_e3m2", 17),
+    Scheme("fp8_e5m2", 128),
 )
 Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -111,7 +120,7 @@ def test_scales_of_few_bits(scale: str) -> None:
         (lambda x, p: (x.expand(9, -1), p), "at most 8 rows, got 9"),
         (lambda x, p: (x, (p[0], p[1].double(), None, None)), "scale must be float32"),
         (lambda x, p: (x, (p[0], p[1][:-1], None, None)), "scale must be a CPU tensor"),
-        (lambda x, p: (x, (p[0], p[1], p[1], None)), "int8 has no zero point"),
+        (lambda x, p: (x, (p[0], p[1], p[1], None)), "codes with a sign have no zero point"),
     ],
 )
 def test_what_it_refuses(change: Callable[..., tuple[Tensor, Parts]], message: str) -> None:
@@ -131,7 +140,21 @@ from lowbit.scheme import Scheme
 print(select(Call("linear", "cpu", 0, "canonical", Scheme("int8"), torch.float32, 1, 8, 64)).name, kernels()[-1].name[:9])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["cpu_gemv", "reference"]
+    assert done.stdout.split() == ["cpu_gemv" if cpu._digits_available() else "cpu_digits", "reference"]
+
+
+@pytest.mark.skipif(cpu._digits_available() is not None, reason=cpu._digits_available() or "")
+@pytest.mark.parametrize(
+    "scheme", [Scheme("int8"), Scheme("uint4", 128, "int"), Scheme("fp4_e2m1", 16), Scheme("int3", 32)], ids=str
+)
+def test_infinities_and_nan_have_no_digits(scheme: Scheme) -> None:
+    parts, _ = weight(scheme, 9, 256)
+    values, scales = cpu._values(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu._values(scheme.scale)
+    for number in (float("inf"), float("-inf"), float("nan")):
+        x = torch.randn(2, 256)
+        x[1, 77] = number
+        y = torch.ops.lowbit_cpu.digits_linear(x, *parts, None, values, scales, scheme.group_size)
+        assert torch.equal(y.nan_to_num(7e30), linear(x, parts, scheme).nan_to_num(7e30))
 
 
 def test_nothing_to_do() -> None:

@@ -13,6 +13,7 @@
 
 #include "../decode.h"
 #include "../formats.h"
+#include "digits.h"
 #include "linear.h"
 
 namespace {
@@ -85,16 +86,136 @@ void check_weight_matrix(const Tensor& t, const char* name, int64_t rows, int64_
                   ", ", columns, "]");
 }
 
-Codes codes_of(const float* values, int bits) {
-  bool finite = true, is_int8 = bits == 8, is_uint8 = bits == 8;
+// Whether the numbers, times `up`, are those of two's complement codes, or of codes without a sign.
+bool are_integers(const float* values, int bits, bool is_signed, float up = 1) {
+  const int sign = is_signed ? 1 << (bits - 1) : 0;
+  for (int code = 0; code < 1 << bits; code++)
+    if (values[code] * up != static_cast<float>((code ^ sign) - sign)) return false;
+  return true;
+}
+
+// Fills `halves` with the numbers; false where one of them is no 16-bit float.
+bool are_halves(const float* values, int bits, uint16_t* halves) {
   for (int code = 0; code < 1 << bits; code++) {
-    finite = finite && std::isfinite(values[code]);
-    if (bits == 8) {
-      is_int8 = is_int8 && values[code] == lowbit::number<lowbit::formats::int8>(code);
-      is_uint8 = is_uint8 && values[code] == lowbit::number<lowbit::formats::uint8>(code);
-    }
+    const c10::Half half = static_cast<c10::Half>(values[code]);
+    if (!std::isnan(values[code]) && static_cast<float>(half) != values[code]) return false;
+    halves[code] = half.x;
   }
-  return bits == 4 && finite ? Codes::nibbles : is_int8 ? Codes::signed_bytes : is_uint8 ? Codes::unsigned_bytes : Codes::table;
+  return true;
+}
+
+// How codes become numbers; fills `halves` where it takes them.
+Codes codes_of(Linear& a, uint16_t* halves) {
+  bool finite = true;
+  for (int code = 0; code < 1 << a.bits; code++) finite = finite && std::isfinite(a.values[code]);
+  if (a.bits == 4 && finite) return Codes::nibbles;
+  a.is_signed = are_integers(a.values, a.bits, true);
+  if (a.is_signed || are_integers(a.values, a.bits, false))
+    return a.bits < 8 ? Codes::integers : a.is_signed ? Codes::signed_bytes : Codes::unsigned_bytes;
+  a.halves = halves;
+  return are_halves(a.values, a.bits, halves) ? Codes::halves : Codes::table;
+}
+
+// The rows of the weight over torch's threads, in tasks of eight, so that no thread's share cuts a tile of rows; a thread takes
+// at least so many weights.
+template <typename Multiply>
+void in_tasks(const Linear& a, const Multiply& multiply) {
+  constexpr int64_t rows = 8, weights = 1 << 16;
+  const int64_t grain = weights / (rows * (a.k > 0 ? a.k : 1)) + 1;
+  torch::stable::parallel_for(0, (a.n + rows - 1) / rows, grain, [&](int64_t begin, int64_t end) {
+    multiply(begin * rows, end * rows < a.n ? end * rows : a.n);
+  });
+}
+
+// Weights as bytes less an offset, times a power of two; false where a format's numbers are not that.
+bool are_bytes(const Linear& a, Bytewise& how, uint8_t* table) {
+  for (int log = 0; log <= 8; log++) {
+    const float up = static_cast<float>(1 << log);
+    const bool is_signed = are_integers(a.values, a.bits, true, up);
+    if (!is_signed && !are_integers(a.values, a.bits, false, up)) continue;
+    const int sign = is_signed ? 1 << (a.bits - 1) : 0;
+    how = {sign, sign, nullptr, 1 / up};
+    return true;
+  }
+  if (a.bits > 6) return false;
+  const int codes = 1 << a.bits;
+  for (int log = 0; log <= 8; log++) {
+    const float up = static_cast<float>(1 << log);
+    float least = 0, most = 0;
+    bool whole = true;
+    for (int code = 0; code < codes && whole; code++) {
+      const float number = a.values[code] * up;
+      whole = std::abs(number) <= 255 && number == std::floor(number);
+      least = number < least ? number : least, most = number > most ? number : most;
+    }
+    if (!whole) continue;
+    if (most - least > 255) return false;
+    for (int code = 0; code < 64; code++) table[code] = static_cast<uint8_t>(a.values[code % codes] * up - least);
+    how = {0, static_cast<int>(-least), table, 1 / up};
+    return true;
+  }
+  return false;
+}
+
+// Whether `digits_linear` takes a format with these numbers on this processor.
+bool takes_digits(Tensor values) {
+#if defined(__x86_64__)
+  if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vnni") || !instruction_set("avx512").available)
+    return false;
+  Linear a = {};
+  while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
+  a.values = values.const_data_ptr<float>();
+  uint16_t halves[256];
+  a.codes = codes_of(a, halves);
+  Bytewise how;
+  uint8_t table[64];
+  return are_bytes(a, how, table);
+#else
+  return false;
+#endif
+}
+
+// The product by digits of x; false where it cannot be had.
+bool multiply_digits(Linear& a, const Numbers& x) {
+#if defined(__x86_64__)
+  Bytewise how;
+  uint8_t table[64];
+  const int64_t columns = run_of(a.group, a.k);
+  STD_TORCH_CHECK(a.m <= most_rows_of_digits, "digits take at most ", most_rows_of_digits, " rows of x, got ", a.m);
+  STD_TORCH_CHECK(columns > 0 && are_bytes(a, how, table),
+                  "digits take weights that are integers of a byte, in groups of 16, 32 or a multiple of 64, got groups of ", a.group);
+  const int64_t steps = (a.k + step - 1) / step, slices = (a.k + slice - 1) / slice;
+  std::vector<Run> runs;
+  for (int64_t s = 0; s < steps;) {
+    const int64_t column = s * step, group = column / a.group, of_slice = column / slice;
+    int64_t end = (of_slice + 1) * slice;
+    if (columns == step) end = column + step;
+    else if ((group + 1) * a.group < end) end = (group + 1) * a.group;
+    const int64_t last = (end + step - 1) / step < steps ? (end + step - 1) / step : steps;
+    runs.push_back({s, last - s, group, of_slice});
+    s = last;
+  }
+  const int64_t count = static_cast<int64_t>(runs.size());
+  const std::unique_ptr<int8_t[]> digits(new int8_t[a.m * digits_of_number * steps * step]);
+  const std::unique_ptr<float[]> scale(new float[a.m * slices * 2]);
+  const std::unique_ptr<int32_t[]> sums(new int32_t[a.m * count * digits_of_number * lanes]);
+  const DigitsOfX of_x = {count, steps * step, runs.data(), digits.get(), scale.get(), sums.get()};
+  if (!avx512vnni::take_digits(a, how, x, of_x)) return false;
+  in_tasks(a, [&](int64_t begin, int64_t end) { avx512vnni::digits_linear(a, how, of_x, begin, end); });
+  return true;
+#else
+  return false;
+#endif
+}
+
+// The product in floats.
+void multiply_floats(Linear& a, const Numbers& x, int64_t groups, const InstructionSet& set) {
+  int64_t blocks = 0;
+  for (int64_t g = 0; g < groups; g++) blocks += span_of(a, g).blocks;
+  const std::unique_ptr<float[]> arranged(new float[blocks * block * a.m]);
+  set.arrange(a, x, arranged.get());
+  a.arranged = arranged.get();
+  in_tasks(a, [&](int64_t begin, int64_t end) { set.linear(a, begin, end); });
 }
 
 // Rounded to nearest even; what a float cannot be rounded to becomes infinity, NaN stays NaN.
@@ -114,7 +235,7 @@ void finish(const float* sums, const Tensor& y, const Linear& a, const Numbers* 
     }
 }
 
-Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any, std::optional<Tensor> outer,
+Tensor product(bool by_digits, Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any, std::optional<Tensor> outer,
               std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
               std::string instructions) {
   STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && is_float(x_any),
@@ -129,7 +250,8 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   STD_TORCH_CHECK(a.bits >= 1 && 1 << a.bits == values.numel(),
                   "values must hold 2^bits numbers for 1..8 bits, got ", values.numel());
   a.values = values.const_data_ptr<float>();
-  a.codes = codes_of(a.values, a.bits);
+  uint16_t halves[256] = {};
+  a.codes = codes_of(a, halves);
   a.n = packed.size(0);
   a.k = x.size(x.dim() - 1);
   a.m = 1;
@@ -158,8 +280,9 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   if (zero_any) {
     zero = with_dense_rows(*zero_any);
     check_weight_matrix(zero, "zero_point", a.n, groups);
-    STD_TORCH_CHECK(a.codes != Codes::signed_bytes, "int8 has no zero point");
+    STD_TORCH_CHECK(!a.is_signed, "codes with a sign have no zero point");
     a.zero_point = numbers_of(zero, "zero_point");
+    STD_TORCH_CHECK(!by_digits || a.zero_point.stored == Stored::bytes, "digits take zero points that are integers");
   }
   if (outer) {
     STD_TORCH_CHECK(outer->is_cpu() && outer->numel() == 1 && outer->scalar_type() == ScalarType::Float,
@@ -178,21 +301,11 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
 
   Tensor y = torch::stable::new_empty(x, shape);
   if (a.m == 0 || a.n == 0) return y;
-  const InstructionSet& set = instruction_set(instructions);
-  int64_t blocks = 0;
-  for (int64_t g = 0; g < groups; g++) blocks += span_of(a, g).blocks;
-  const std::unique_ptr<float[]> scratch(new float[blocks * block * a.m + a.m * a.n]);
   Numbers x_numbers = numbers_of(x, "x");
   x_numbers.stride = a.k;
-  set.arrange(a, x_numbers, scratch.get());
-  a.arranged = scratch.get();
-  a.y = scratch.get() + blocks * block * a.m;
-  // Tasks of eight rows, so that no thread's share cuts a tile of rows; a thread takes at least this many weights.
-  constexpr int64_t rows = 8, weights = 1 << 16;
-  const int64_t grain = weights / (rows * (a.k > 0 ? a.k : 1)) + 1;
-  torch::stable::parallel_for(0, (a.n + rows - 1) / rows, grain, [&](int64_t begin, int64_t end) {
-    set.linear(a, begin * rows, end * rows < a.n ? end * rows : a.n);
-  });
+  const std::unique_ptr<float[]> sums(new float[a.m * a.n]);
+  a.y = sums.get();
+  if (!by_digits || !multiply_digits(a, x_numbers)) multiply_floats(a, x_numbers, groups, instruction_set(instructions));
   const Numbers* add = bias ? &bias_numbers : nullptr;
   switch (y.scalar_type()) {
     case ScalarType::BFloat16: finish<c10::BFloat16>(a.y, y, a, add); break;
@@ -202,16 +315,33 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   return y;
 }
 
+Tensor linear(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
+              std::optional<Tensor> bias, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
+              std::string instructions) {
+  return product(false, x, packed, scale, zero_point, outer, bias, values, scale_values, group_size, instructions);
+}
+
+Tensor digits_linear(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
+                     std::optional<Tensor> bias, Tensor values, std::optional<Tensor> scale_values, int64_t group_size) {
+  return product(true, x, packed, scale, zero_point, outer, bias, values, scale_values, group_size, "");
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(lowbit_cpu, m) {
   m.def(
       "linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
       "Tensor? scale_values, int group_size, str instructions='') -> Tensor");
+  m.def(
+      "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
+      "Tensor? scale_values, int group_size) -> Tensor");
+  m.def("takes_digits(Tensor values) -> bool");
   m.def("instructions() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cpu, CompositeExplicitAutograd, m) {
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("digits_linear", TORCH_BOX(&digits_linear));
+  m.impl("takes_digits", TORCH_BOX(&takes_digits));
   m.impl("instructions", TORCH_BOX(&best_instructions));
 }

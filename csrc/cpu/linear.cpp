@@ -5,6 +5,7 @@
 // end of the row. No sum depends on the number of threads.
 #include "linear.h"
 
+#include "codes.h"
 #include "vectors.h"
 
 namespace lowbit::cpu::LOWBIT_SET {
@@ -123,6 +124,97 @@ struct Decoder<Codes::table> {
   }
 };
 
+// Blocks of a group as numbers less the zero point, 32 floats each, where codes are the same whatever is done with them
+// afterwards: decoded once for each of the ways of multiplying.
+using Decode = void (*)(const Linear&, const uint8_t* row, const Span&, int64_t first, int64_t blocks, float zero, float* numbers);
+
+template <int bits>
+struct Integers {
+  int sign;
+  explicit Integers(const Linear& a) : sign(a.is_signed ? 1 << (bits - 1) : 0) {}
+  void operator()(const CodeBytes& codes, Floats& w0, Floats& w1) const { integers(codes, sign, w0, w1); }
+};
+template <int bits>
+struct Exact : Halves<bits> {
+  explicit Exact(const Linear& a) : Halves<bits>(a.halves) {}
+};
+
+// A block at an edge of its group, or of its row.
+__attribute__((noinline)) void decode_edge(const Linear& a, const uint8_t* row, const Span& span, int64_t first, float zero, float* numbers) {
+  Floats w0, w1;
+  Decoder<Codes::table>(a, zero).block_at(a, row, span, first, w0, w1);
+  store(numbers, w0);
+  store(numbers + 16, w1);
+}
+
+template <class Numbers, int bits>
+void decode(const Linear& a, const uint8_t* row, const Span& span, int64_t first, int64_t blocks, float zero, float* numbers) {
+  const Numbers numbers_of(a);
+  const Floats zeros = broadcast(zero);
+  const int64_t end = span.first + span.lead + span.count;
+  for (int64_t b = 0; b < blocks; b++, first += block, numbers += block) {
+    if (end - first < block || (first == span.first && span.lead)) {
+      decode_edge(a, row, span, first, zero, numbers);
+      continue;
+    }
+    Floats w0, w1;
+    numbers_of(codes_from<bits>(row, a.k, first), w0, w1);
+    store(numbers, subtract(w0, zeros));
+    store(numbers + 16, subtract(w1, zeros));
+  }
+}
+
+template <template <int> class Numbers>
+Decode decode_of(int bits) {
+  switch (bits) {
+    case 1: return decode<Numbers<1>, 1>;
+    case 2: return decode<Numbers<2>, 2>;
+    case 3: return decode<Numbers<3>, 3>;
+    case 4: return decode<Numbers<4>, 4>;
+    case 5: return decode<Numbers<5>, 5>;
+    case 6: return decode<Numbers<6>, 6>;
+    case 7: return decode<Numbers<7>, 7>;
+    default: return decode<Numbers<8>, 8>;
+  }
+}
+
+// R rows of the weight, decoded some blocks at a time, times M rows of x.
+template <int M, int R>
+void tile_of_decoded(const Linear& a, Decode decode, int64_t row) {
+  constexpr int64_t at_a_time = 8;
+  alignas(64) float numbers[R][at_a_time * block];
+  Floats total[R][M];
+  for (auto& r : total)
+    for (Floats& t : r) t = zeros();
+  const float* x = a.arranged;
+  for (int64_t g = 0; g * a.group < a.k; g++) {
+    const Span span = span_of(a, g);
+    Floats part[R][M];
+    for (auto& r : part)
+      for (Floats& p : r) p = zeros();
+    for (int64_t from = 0; from < span.blocks; from += at_a_time) {
+      const int64_t count = span.blocks - from < at_a_time ? span.blocks - from : at_a_time;
+      for (int r = 0; r < R; r++)
+        decode(a, a.packed + (row + r) * a.packed_stride, span, span.first + from * block, count, zero_of(a, row + r, g), numbers[r]);
+      for (int64_t b = 0; b < count; b++, x += block * M) {
+        for (int r = 0; r < R; r++) {
+          const Floats w0 = load(numbers[r] + b * block), w1 = load(numbers[r] + b * block + 16);
+          for (int m = 0; m < M; m++) {
+            part[r][m] = fma(w0, load(x + block * m), part[r][m]);
+            part[r][m] = fma(w1, load(x + block * m + 16), part[r][m]);
+          }
+        }
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      const Floats scale = broadcast(scale_of(a, row + r, g));
+      for (int m = 0; m < M; m++) total[r][m] = fma(part[r][m], scale, total[r][m]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int m = 0; m < M; m++) a.y[m * a.n + row + r] = sum(total[r][m]);
+}
+
 // R rows of the weight times M rows of x.
 template <Codes codes, int M, int R>
 void tile(const Linear& a, int64_t row) {
@@ -163,6 +255,9 @@ void tile(const Linear& a, int64_t row) {
     for (int m = 0; m < M; m++) a.y[m * a.n + row + r] = sum(total[r][m]);
 }
 
+template <Codes codes>
+constexpr bool is_decoded = codes == Codes::integers || codes == Codes::halves;
+
 // As many rows of the weight as leave the sums in registers: they hide the latency of a multiply-add, and each element
 // of x that is read serves them all.
 template <Codes codes, int M>
@@ -173,8 +268,14 @@ void rows(const Linear& a, int64_t begin, int64_t end) {
   constexpr int R = M == 1 ? 4 : M == 2 ? 2 : 1;
 #endif
   int64_t row = begin;
-  for (; row + R <= end; row += R) tile<codes, M, R>(a, row);
-  for (; row < end; row++) tile<codes, M, 1>(a, row);
+  if constexpr (is_decoded<codes>) {
+    const Decode decode = codes == Codes::integers ? decode_of<Integers>(a.bits) : decode_of<Exact>(a.bits);
+    for (; row + R <= end; row += R) tile_of_decoded<M, R>(a, decode, row);
+    for (; row < end; row++) tile_of_decoded<M, 1>(a, decode, row);
+  } else {
+    for (; row + R <= end; row += R) tile<codes, M, R>(a, row);
+    for (; row < end; row++) tile<codes, M, 1>(a, row);
+  }
 }
 
 template <Codes codes>
@@ -213,6 +314,8 @@ void linear(const Linear& a, int64_t begin, int64_t end) {
     case Codes::nibbles: return rows_for_m<Codes::nibbles>(a, begin, end);
     case Codes::signed_bytes: return rows_for_m<Codes::signed_bytes>(a, begin, end);
     case Codes::unsigned_bytes: return rows_for_m<Codes::unsigned_bytes>(a, begin, end);
+    case Codes::integers: return rows_for_m<Codes::integers>(a, begin, end);
+    case Codes::halves: return rows_for_m<Codes::halves>(a, begin, end);
     case Codes::table: return rows_for_m<Codes::table>(a, begin, end);
   }
 }

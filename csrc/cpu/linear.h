@@ -15,6 +15,8 @@ enum class Codes {
   nibbles,         // 4 bits, any format without NaN and infinity: a table in a register
   signed_bytes,    // int8
   unsigned_bytes,  // uint8
+  integers,        // integers of any other width
+  halves,          // any format whose numbers are 16-bit floats exactly: a table in registers
   table,           // any format of 1 to 8 bits: a table in memory
 };
 
@@ -34,6 +36,8 @@ struct Linear {
   const uint8_t* packed;
   int64_t packed_stride;
   const float* values;  // [2^bits]
+  const uint16_t* halves;  // [256]: the same numbers as 16-bit floats, where they are that
+  bool is_signed;          // of integers: two's complement
   Numbers scale;        // [n, groups]
   Numbers zero_point;   // [n, groups]; data is null where there is none
   float outer;
