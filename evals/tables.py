@@ -181,6 +181,26 @@ def _gemv_block(result: dict[str, Any]) -> str:
     return f"{title}\n\n{_markdown(head, (row(name) for name in dict.fromkeys(r['name'] for r in here)))}"
 
 
+def generate_table(results: list[dict[str, Any]]) -> str:
+    """Tokens per second of whole models, one machine after the other."""
+    return "\n\n".join(map(_generate_block, results))
+
+
+def _generate_block(result: dict[str, Any]) -> str:
+    def row(r: dict[str, Any]) -> tuple[Any, ...]:
+        return (
+            f"`{r['recipe']}`", f"{r['weight_bytes'] / 1e9:.2f}", f"{r['tokens_per_second']:.0f}", f"{r['times_float']:.2f}",
+            f"{r['bandwidth_utilisation']:.2f}", f"{r['prefill_ms']:.1f}", f"{r['prefill_times_float']:.2f}",
+        )  # fmt: skip
+
+    title = (
+        f"{result['device']}, shapes of {result['model']} with random weights, head {result['head']}, behind {result['context']} "
+        f"tokens, torch {result['versions']['torch']}, {result['date']}:"
+    )
+    head = "recipe |weights, GB|tokens/s|times bf16|of the bandwidth|prompt of " + f"{result['prompt']}, ms|times bf16"
+    return f"{title}\n\n{_markdown(head, map(row, result['rows']))}"
+
+
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "sqnr": sqnr_table,
     "demo": demo_table,
@@ -189,6 +209,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "mixed": mixed_table,
     "quality": quality_table,
     "gemv": gemv_table,
+    "generate": generate_table,
 }
 
 
