@@ -33,7 +33,7 @@ _MORE = ("awq({})", "{damped}", "awq({damped})", "rotation({damped})")
 _DAMPED = "gptq({}, damping=0.5, passes=10)"
 RECIPES = tuple(
     way.format(scheme, damped=_DAMPED.format(scheme))
-    for scheme, ways in {"int4": _WAYS, "int3": (*_WAYS, *_MORE), "int2": _WAYS}.items()
+    for scheme, ways in {"int4": _WAYS, "int3": (*_WAYS, *_MORE), "int2": (*_WAYS, *_MORE)}.items()
     for way in ways
 )
 _OUTSIDE_BRACKETS = re.compile(r",(?![^(]*\))")  # commas that part recipes, and not options as in gptq(int3, damping=0.02)

@@ -206,6 +206,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "demo": demo_table,
     "recipes": recipes_table,
     "rounders": rounders_table,
+    "further": further_table,
     "mixed": mixed_table,
     "quality": quality_table,
     "gemv": gemv_table,
