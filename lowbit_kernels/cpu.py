@@ -2,7 +2,8 @@
 
 The library is loaded when a call first asks for it. It takes a format and the format of the scales as tables of
 numbers, so it runs every format, those that are added at run time too. Where the processor has integer dot products,
-weights whose numbers are small integers times a power of two are multiplied with digits of x.
+weights of other widths than four and eight bits whose numbers are small integers times a power of two are multiplied with
+digits of x.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ register(
         groups=lambda size: None if size in (-1, 16, 32) or size % 64 == 0 else "takes 16, 32, multiples of 64, or the whole row",
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         m=(1, 2),
-        formats=frozenset(name for name, fmt in FORMATS.items() if _are_of_a_byte(tuple(map(float, fmt.values)))),
+        # Codes of four and eight bits become floats as quickly.
+        formats=frozenset(
+            name for name, fmt in FORMATS.items() if fmt.bits not in (4, 8) and _are_of_a_byte(tuple(map(float, fmt.values)))
+        ),
         tiles=((2, 4, 64),),
         available=_digits_available,
     )
