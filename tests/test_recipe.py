@@ -21,6 +21,8 @@ from lowbit.algorithms.rtn import rtn
 from lowbit.evals import recipes, rounders, tables
 from lowbit.evals.evaluation import TOY, TOY_TEXT, Material
 from lowbit.recipe import block_counts
+from lowbit.rewrite import Rewrite
+from lowbit.rewrites import REWRITES
 from tests.models import llama
 
 SHIPPED = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
@@ -309,7 +311,24 @@ def test_what_is_no_option_is_refused_with_those_there_are(careful):
         Recipe.from_text("rules: [{match: '*', weight: int3, rounder: careful, options: [1]}]")
 
 
-@pytest.mark.parametrize("name", methods.__all__)
+def test_every_method_is_a_rounder_or_a_rewrite():
+    assert sorted(methods.__all__) == sorted({*ROUNDERS, *REWRITES} - {"rtn"})
+
+
+@pytest.mark.parametrize("name", [name for name in methods.__all__ if name in REWRITES])
+def test_every_rewrite_is_one_line(name):
+    method, expected = getattr(methods, name), Rewrite(name)
+    for what in ("int3", SCHEMES["int3"], api.int3_weight_only(), {"lm_head": None, "*": "int3"}, Recipe.parse("gptq(int3)")):
+        recipe = method(what)
+        assert recipe.rewrites == (expected,)
+        assert recipe.rules == Recipe.of(what).rules
+    for option, value in REWRITES[name].options.items():
+        assert dict(method("int3", **{option: value}).rewrites[0].options) == {option: value}
+    with pytest.raises(ValueError, match=f"{name} has no option nonsense"):
+        method("int3", nonsense=1)
+
+
+@pytest.mark.parametrize("name", [name for name in methods.__all__ if name in ROUNDERS])
 def test_every_method_is_a_rounder_in_one_line(name):
     method = getattr(methods, name)
     expected = Target(SCHEMES["int3"], rounder=name)
