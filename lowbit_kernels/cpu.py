@@ -9,6 +9,7 @@ digits of x.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,22 +45,16 @@ def _values(name: str) -> Tensor:
 @Bound
 def linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most eight rows of ``x``: exact integers times x in float32, rounded once at the end."""
-    multiply = torch.ops.lowbit_cpu.linear.default
-    scales = None if scheme.scale in PLAIN_SCALES else _of_a_byte(_values(scheme.scale))
-    how = (_values(scheme.format), scales, scheme.group_size)
-
-    def product(
-        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
-    ) -> Tensor:
-        return multiply(x, packed, scale, zero, outer, bias, *how)
-
-    return product
+    return _product(torch.ops.lowbit_cpu.linear.default, scheme)
 
 
 @Bound
 def digits_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for one or two rows of ``x``: exact integers times the digits of ``x``."""
-    multiply = torch.ops.lowbit_cpu.digits_linear.default
+    return _product(torch.ops.lowbit_cpu.digits_linear.default, scheme)
+
+
+def _product(multiply: Callable[..., Tensor], scheme: Scheme) -> Product:
     scales = None if scheme.scale in PLAIN_SCALES else _of_a_byte(_values(scheme.scale))
     how = (_values(scheme.format), scales, scheme.group_size)
 
