@@ -7,6 +7,7 @@ quantized, so that no layer's name changes.
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import torch
@@ -15,19 +16,21 @@ from torch import Tensor, nn
 __all__ = ["INSERTED", "Hadamard", "Inserted", "Multiply", "PreparedLinear", "RMSNorm", "kronecker"]
 
 
-class Inserted(nn.Module):
+class Inserted(nn.Module, abc.ABC):
     """A module that :attr:`settings` describe, in plain data: ``type(module).outline(settings, old)`` makes one of the same
     shapes, in the place of ``old`` where something stood there."""
 
     kind: str
 
     @property
+    @abc.abstractmethod
     def settings(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """What a file's header says of the module."""
 
     @classmethod
+    @abc.abstractmethod
     def outline(cls, settings: dict[str, Any], old: nn.Module | None) -> Inserted:
-        raise NotImplementedError
+        """A module of these settings, its numbers still to be filled in."""
 
 
 class Hadamard(Inserted):

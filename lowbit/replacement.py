@@ -91,7 +91,7 @@ class Replacement:
 
     @torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
     def round(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> RoundedWeight:
-        """What becomes of the layer at place ``i``, which stays as it is for now.
+        """What becomes of the layer at place ``i``, which stays as it is until :meth:`place`.
 
         ``statistics`` of its inputs; ``calibrated``: that there is data, so that a layer without statistics was not reached.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -35,7 +36,9 @@ def product(family, x, codes, scheme, scale, zero=None, outer=None):
     name = scheme.scale + ("+outer" if scheme.outer else "")
     row = next(row for row in ROWS[family] if scheme.format in row.formats and name in row.scales)
     if (reason := row.available()) is not None:
-        pytest.skip(f"{row.name} is unavailable: {reason}")
+        if shutil.which("nvcc") is None:
+            pytest.skip(f"no nvcc to build it with, and {row.name} is unavailable: {reason}")
+        pytest.fail(f"nvcc is here, and {row.name} is unavailable: {reason}")
     parts = LAYOUTS["tiles"].arrange(Parts(pack(codes, scheme.bits), scale, zero), scheme, codes.shape[1])
     there = [None if part is None else part.cuda() for part in (*parts, outer)]
     y = torch.cat([row.run(some.cuda(), *there, None, scheme).cpu() for some in x.split(row.m[1])])
