@@ -32,7 +32,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 ROOT = Path(__file__).parent
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized", STABLE_ABI]
-# Flags of each copy of the kernels in csrc/cpu/linear.cpp; the processor chooses among them when the library runs.
+# Flags of each copy of csrc/cpu (linear, panels, quantize); the processor chooses among them when the library runs.
 INSTRUCTION_SETS = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     INSTRUCTION_SETS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -135,10 +135,12 @@ def cpu_commands(out: Path, temp: Path) -> list[tuple[Path, list[str]]]:
     folder = ROOT / "csrc" / "cpu"
     objects = {temp / "bindings.o": [include, str(folder / "bindings.cpp")]}
     for name, flags in INSTRUCTION_SETS.items():
-        objects[temp / f"linear_{name}.o"] = [*flags, f"-DLOWBIT_SET={name}", str(folder / "linear.cpp")]
+        for source in ("linear", "panels", "quantize"):
+            objects[temp / f"{source}_{name}.o"] = [*flags, f"-DLOWBIT_SET={name}", str(folder / f"{source}.cpp")]
     if "avx512" in INSTRUCTION_SETS:
         flags = [*INSTRUCTION_SETS["avx512"], "-mavx512vbmi", "-mavx512vnni", "-Wno-uninitialized"]  # of GCC's own intrinsics
-        objects[temp / "digits.o"] = [*flags, str(folder / "digits.cpp")]
+        for source in ("digits", "floats"):
+            objects[temp / f"{source}.o"] = [*flags, str(folder / f"{source}.cpp")]
     commands = [(path, [cxx, *CXX_FLAGS, *flags, "-c", "-o", str(path)]) for path, flags in objects.items()]
     return [*commands, (out, [cxx, *map(str, objects), *link_flags(torch), "-o", str(out)])]
 

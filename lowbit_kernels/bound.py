@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import update_wrapper
 
 from torch import Tensor
+from torch._ops import OpOverload
 
 from lowbit.scheme import Scheme
 
-__all__ = ["Bound", "Product", "bind"]
+__all__ = ["Bound", "Product", "bind", "direct"]
 
 Product = Callable[..., Tensor]
 
@@ -37,3 +38,8 @@ class Bound:
 def bind(run: Product, scheme: Scheme) -> Product:
     """``run`` for calls with this scheme alone."""
     return run.make(scheme) if isinstance(run, Bound) else run
+
+
+def direct(operator: OpOverload) -> Product:
+    """The dispatcher's entry of ``operator``, which its Python object only passes arguments on to."""
+    return operator._op

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit.scheme import Scheme
 
-from .bound import Bound, Product
+from .bound import Bound, Product, direct
 from .build import CUDA
 from .registry import ALL_PLAIN_SCALES, Call, Kernel, register
 
@@ -31,7 +31,7 @@ def available() -> str | None:
 @Bound
 def linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most eight rows of ``x``: exact integers times x in float32, rounded once at the end."""
-    multiply, how = torch.ops.lowbit_cuda.linear.default, (scheme.bits, scheme.fmt.signed, scheme.group_size)
+    multiply, how = direct(torch.ops.lowbit_cuda.linear.default), (scheme.bits, scheme.fmt.signed, scheme.group_size)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
@@ -41,30 +41,36 @@ def linear(scheme: Scheme) -> Product:
     return product
 
 
-# What tells the kernel how to decode a format: (bits of a float's exponent, 0 for integers, -1 for a table; a factor that its
-# numbers lack there, in bfloat16 and in float16).
-_DECODERS = {
-    **{f"{sign}int{bits}": (0, 1.0, 1.0) for sign in ("", "u") for bits in range(2, 9)},
-    "mxint8": (0, 2.0**-6, 2.0**-6),
-    "fp4_e2m1": (2, 1.0, 1.0),
-    "fp6_e2m3": (2, 1.0, 1.0),
-    "fp6_e3m2": (3, 1.0, 1.0),
-    "fp8_e4m3fn": (4, 1.0, 1.0),
-    "fp8_e5m2": (5, 1.0, 1.0),
-    "nf4": (-1, 1.0, 1.0),
+# What tells the kernel how to decode a format: bits of a float's exponent, 0 for integers, -1 for a table.
+_EXPONENTS = {
+    **{f"{sign}int{bits}": 0 for sign in ("", "u") for bits in range(2, 9)},
+    "mxint8": 0,
+    "fp4_e2m1": 2,
+    "fp6_e2m3": 2,
+    "fp6_e3m2": 3,
+    "fp8_e4m3fn": 4,
+    "fp8_e5m2": 5,
+    "nf4": -1,
 }
+_POWERS = {"mxint8": 6}  # of 1/2 that the numbers lack there
+
+
+def _kind(scheme: Scheme) -> int:
+    """How to decode a weight, as ``Kind`` of csrc/cuda/host.h reads it: one number, since each argument costs host time."""
+    exponent, is_e8m0 = _EXPONENTS[scheme.format], scheme.scale == "e8m0"
+    fields = scheme.bits | (exponent + 1) << 4 | scheme.fmt.signed << 8 | is_e8m0 << 9 | _POWERS.get(scheme.format, 0) << 10
+    return int(fields | (scheme.group_size + 1) << 16)
 
 
 @Bound
 def digits_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for one or two rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
-    multiply, (exponent, factor, _) = torch.ops.lowbit_cuda.digits_linear.default, _DECODERS[scheme.format]
-    how = (scheme.bits, exponent, scheme.group_size, scheme.scale == "e8m0", factor)
+    multiply, kind = direct(torch.ops.lowbit_cuda.digits_linear.default), _kind(scheme)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
     ) -> Tensor:
-        return multiply(x, packed, scale, zero, outer, bias, *how)
+        return multiply(x, packed, scale, zero, outer, bias, kind)
 
     return product
 
@@ -72,14 +78,12 @@ def digits_linear(scheme: Scheme) -> Product:
 @Bound
 def halves_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most sixteen rows of ``x`` and a weight in tiles: 16-bit floats on the tensor cores."""
-    multiply = torch.ops.lowbit_cuda.halves_linear.default
-    exponent, *factors = _DECODERS[scheme.format]
-    how = (scheme.bits, exponent, scheme.fmt.signed, scheme.group_size, scheme.scale == "e8m0")
+    multiply, kind = direct(torch.ops.lowbit_cuda.halves_linear.default), _kind(scheme)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
     ) -> Tensor:
-        return multiply(x, packed, scale, zero, outer, bias, *how, factors[x.dtype == torch.float16])
+        return multiply(x, packed, scale, zero, outer, bias, kind)
 
     return product
 
@@ -87,7 +91,7 @@ def halves_linear(scheme: Scheme) -> Product:
 @Bound
 def gemm_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for many rows of ``x`` and a weight in tiles: 16-bit floats on Hopper's tensor cores."""
-    multiply, how = torch.ops.lowbit_cuda.tiles_linear.default, (scheme.format, scheme.scale, scheme.group_size)
+    multiply, how = direct(torch.ops.lowbit_cuda.tiles_linear.default), (scheme.format, scheme.scale, scheme.group_size)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
@@ -147,7 +151,7 @@ for _name, _formats, _scales, _groups, _most in (
 _FLOATS = frozenset({"fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"})
 # Hopper's own rows are the first: from nine rows of x on they are the faster ones.
 for _name, _formats, _scales, _groups in (
-    ("cuda_tiles_halves", frozenset(_DECODERS) - {"mxint8"}, ALL_PLAIN_SCALES, _tile_groups),
+    ("cuda_tiles_halves", frozenset(_EXPONENTS) - {"mxint8"}, ALL_PLAIN_SCALES, _tile_groups),
     ("cuda_tiles_halves_mx", _FLOATS | {"int8", "mxint8"}, _E8M0, _groups_of(32)),
     ("cuda_tiles_halves_nv", _FP4, _E4M3, _groups_of(16)),
 ):
@@ -171,7 +175,7 @@ for _name, _formats, _scales, _groups in (
                 arch=90,
                 available=available,
                 also=_only_hopper,
-                tiles=((16, 128, 512), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
+                tiles=((16, 128, 512), (32, 128, 256), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
             )
         )
     register(

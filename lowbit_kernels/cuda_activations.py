@@ -1,5 +1,6 @@
 """Rows for products of 8-bit x and 8- or 4-bit weights on CUDA: x is rounded a row at a time, then tensor cores multiply codes.
 
+Few rows of x are rounded in the kernel that multiplies, wherever that is quicker, to the same codes.
 All read canonical bytes: rows of 8-bit codes are what the tensor cores of sm_90 take from shared memory, and for 4-bit ones
 the codes of x are put in the order in which a word of weights comes apart.
 """
@@ -35,7 +36,7 @@ def eights_linear(
         bias = bias.to(x.dtype)
     if input_scale is not None:
         input_scale = input_scale.to(torch.float32)
-    return torch.ops.lowbit_cuda.eights_linear(x, packed, scale, bias, input_scale, scheme.format, scheme.group_size)
+    return torch.ops.lowbit_cuda.eights_linear.default(x, packed, scale, bias, input_scale, scheme.format, scheme.group_size)
 
 
 def _refusal(call: Call) -> str | None:

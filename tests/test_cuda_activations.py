@@ -162,3 +162,58 @@ def test_what_does_not_fit_raises_before_anything_runs() -> None:
         op(x, w.packed, w.scale, torch.zeros(8, dtype=torch.float16, device="cuda"), None, "int8")
     with pytest.raises(RuntimeError, match="input_scale must be one float32"):
         op(x, w.packed, w.scale, None, torch.ones(2, device="cuda"), "int8")
+
+
+def by_codes(x: Tensor, w: QTensor, at_once: int, bias: Tensor | None = None, static: Tensor | None = None) -> Tensor:
+    """In one kernel whose clusters have so many blocks, or in two (0)."""
+    return torch.ops.lowbit_cuda.eights_linear(x, w.packed, w.scale, bias, static, w.scheme.format, -1, at_once=at_once)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 300, 8), (3, 128, 1000), (8, 2000, 2048), (9, 130, 3000), (16, 1000, 4096), (20, 257, 600), (64, 1024, 1024)],
+)
+def test_one_kernel_gives_the_bits_of_two(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    w, bias = weight(INT8, n, k).cuda(), torch.randn(n, dtype=dtype, device="cuda")
+    usual = torch.randn(m, k, dtype=dtype, device="cuda")
+    halves = torch.randint(-253, 254, (m, k), device="cuda").to(dtype) / 2  # codes in the middle between two integers
+    halves[:, 0] = 127
+    tiny = usual * (2.0**-120 if dtype is torch.bfloat16 else 2.0**-20)
+    broken = usual.clone()
+    broken[m // 2, k // 2], broken[0] = float("inf"), 0
+    for x in (usual, halves, tiny, broken):
+        for static in (None, torch.tensor(0.01, device="cuda")):
+            wanted = by_codes(x, w, 0, bias, static)
+            for blocks in (1, 2, 4, 8):
+                assert torch.equal(by_codes(x, w, blocks, bias, static).nan_to_num(7), wanted.nan_to_num(7))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 300, 2000), (16, 1000, 4096)])
+def test_e4m3_in_one_kernel_differs_by_the_order_of_sums(m: int, n: int, k: int) -> None:
+    w, x = weight(FP8, n, k).cuda(), torch.randn(m, k, dtype=torch.float16, device="cuda")
+    wanted, sums = by_codes(x, w, 0), x.double().abs() @ w.dequantize(torch.float64).abs().T
+    for blocks in (1, 2, 4, 8):
+        error = (by_codes(x, w, blocks).double() - wanted.double()).abs()
+        assert (error <= 2.0**-10 * wanted.double().abs() + (k / 128 + 4) * 2.0**-23 * sums).all()
+
+
+def test_one_kernel_does_not_start_before_its_x_is_there() -> None:
+    """Layers of small x in a graph, where kernels start early, against those that run one by one."""
+    layers = [weight(INT8, 1024, 1024).cuda() for _ in range(6)]
+
+    def walk(x: Tensor) -> Tensor:
+        for w in layers:
+            x = by_codes(x, w, -1)
+        return x
+
+    for m in (1, 16, 40):
+        x = torch.randn(m, 1024, dtype=torch.bfloat16, device="cuda")
+        walk(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = walk(x)
+        for _ in range(20):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            assert torch.equal(y, walk(x))

@@ -17,10 +17,11 @@ from lowbit_kernels import registry
 from lowbit_kernels.layouts import LAYOUTS, Parts
 
 FAMILIES = ("halves", "digits")  # of tensor cores: 16-bit floats and integers
-ROWS = {family: [row for row in registry.kernels() if row.name.startswith(f"cuda_tiles_{family}")] for family in FAMILIES}
+GEMM = "gemm"  # 16-bit floats again, in groups of warps
+ROWS = {f: [row for row in registry.kernels() if row.name.startswith(f"cuda_tiles_{f}")] for f in (*FAMILIES, GEMM)}
 PLAIN, MX = (
-    sorted((family, name) for family in FAMILIES for row in ROWS[family] if scale in row.scales for name in row.formats)
-    for scale in ("fp32", "e8m0")
+    sorted((f, name) for f in families for row in ROWS[f] if scale in row.scales and row.m[1] for name in row.formats)
+    for scale, families in (("fp32", (*FAMILIES, GEMM)), ("e8m0", FAMILIES))
 )
 CONTRACTS = {"halves": "exact", "digits": "exact digits"}
 DTYPES = (torch.bfloat16, torch.float16)
@@ -39,6 +40,8 @@ def product(family, x, codes, scheme, scale, zero=None, outer=None):
         if shutil.which("nvcc") is None:
             pytest.skip(f"no nvcc to build it with, and {row.name} is unavailable: {reason}")
         pytest.fail(f"nvcc is here, and {row.name} is unavailable: {reason}")
+    if row.arch > 10 * torch.cuda.get_device_capability()[0]:
+        pytest.skip(f"{row.name} is for Hopper alone")
     parts = LAYOUTS["tiles"].arrange(Parts(pack(codes, scheme.bits), scale, zero), scheme, codes.shape[1])
     there = [None if part is None else part.cuda() for part in (*parts, outer)]
     y = torch.cat([row.run(some.cuda(), *there, None, scheme).cpu() for some in x.split(row.m[1])])

@@ -7,7 +7,11 @@
 
 namespace lowbit::cuda {
 
-cudaError_t launch_activations(const Activations& a, Stored stored, cudaStream_t stream) {
+cudaError_t launch_activations(Activations a, Stored stored, cudaStream_t stream) {
+  // A graph may let the product start while the kernel ahead ends; elsewhere weights may have been written just before.
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
+  a.is_early = capture == cudaStreamCaptureStatusActive;
   const int chunks = (a.k + chunk_of_activations - 1) / chunk_of_activations;
   const int wanted = (chunks + chunks_of_thread * 32 - 1) / (chunks_of_thread * 32) * 32;
   const auto threads = static_cast<unsigned>(std::clamp(wanted, 32, most_threads_of_row));

@@ -17,6 +17,7 @@ struct Activations {
   int64_t m, pitch;
   int k;
   bool is_float, has_whole_chunks;  // e4m3 and not int8; rows lie on 16 bytes and end with a chunk
+  bool is_early;                    // the product behind may start before what is ahead of this has ended
   bool even_first;                  // of each 32 columns the even ones before the odd ones, and whole 32 with zeros
 };
 
@@ -130,9 +131,10 @@ __device__ __forceinline__ uint2 codes_of(const Chunk<T>& chunk, const Divisor& 
 template <class T, bool is_float>
 __global__ void __launch_bounds__(most_threads_of_row) round_activations(const Activations a) {
   __shared__ uint32_t most_of_warp[32];
-  // In this order, so that the product behind may read its weights before this one has ended: all before has.
+  // The product behind may read its weights before this one has ended, in a graph before all ahead of it has.
+  if (a.is_early) let_dependents_start();
   wait_for_predecessors();
-  let_dependents_start();
+  if (!a.is_early) let_dependents_start();
   const int chunks = (a.k + chunk_of_activations - 1) / chunk_of_activations, step = blockDim.x * chunks_of_thread;
   const int written = a.even_first ? (chunks + 3) / 4 * 4 : chunks;
   for (int64_t m = blockIdx.x; m < a.m; m += gridDim.x) {

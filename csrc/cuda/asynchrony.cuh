@@ -70,13 +70,15 @@ __device__ __forceinline__ uint64_t read_once() {
   return policy;
 }
 
-__device__ __forceinline__ void copy(void* to, const void* from, int size, uint64_t* barrier, uint64_t policy) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(size) : "memory");
+__device__ __forceinline__ void copy(uint32_t to, const void* from, int size, uint32_t barrier, uint64_t policy) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(size) : "memory");
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(size), "r"(shared_address(barrier)), "l"(policy)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(size), "r"(barrier), "l"(policy)
       : "memory");
+}
+__device__ __forceinline__ void copy(void* to, const void* from, int size, uint64_t* barrier, uint64_t policy) {
+  copy(shared_address(to), from, size, shared_address(barrier), policy);
 }
 
 // The two halves of that: a barrier may wait for several copies.
@@ -92,19 +94,21 @@ __device__ __forceinline__ void copy_expected(void* to, const void* from, int si
       : "memory");
 }
 
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void arrive(uint32_t barrier_at) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier_at) : "memory");
 }
+__device__ __forceinline__ void arrive(uint64_t* barrier) { arrive(shared_address(barrier)); }
 
-__device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
+__device__ __forceinline__ void wait(uint32_t barrier_at, int parity) {
   asm volatile(
       "{\n\t.reg .pred done;\n\t"
       "again_%=:\n\t"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-      "@!done bra again_%=;\n\t}" ::"r"(shared_address(barrier)),
+      "@!done bra again_%=;\n\t}" ::"r"(barrier_at),
       "r"(parity)
       : "memory");
 }
+__device__ __forceinline__ void wait(uint64_t* barrier, int parity) { wait(shared_address(barrier), parity); }
 #endif
 
 }  // namespace lowbit::cuda

@@ -36,13 +36,13 @@ struct Digits {
   int k, unit_size, units_of_row, scale_size;
   int column_warps, tile_warps;
   int units_of_pass;                   // of a warp and a row: it holds that many slices of x at a time
-  int log_of_run;                      // of units that are copied at a time; 0 where a row takes more than one pass
+  int log_of_run;                      // of units that are copied at a time; all of one tile where a row takes several passes
   int stages, most_under_way;          // runs in the ring, and how many are copied at a time: more keep loads of x waiting
   int fewest_tiles, blocks_with_more;  // the first blocks have a tile more than the others
   DigitsMemory at;
   Stored scale_stored;
   bool is_early;  // copies start before x can be loaded
-  bool has_zero, row_is_group, x_is_half, x_on_4_bytes;
+  bool has_zero, row_is_group, x_is_half, x_on_16_bytes;
 };
 
 // A stored number as it lies in memory, so that nothing waits for it yet, and what it stands for.
@@ -71,32 +71,43 @@ __device__ __noinline__ float products_beyond(const Digits& a, int64_t tile, int
   return sum;
 }
 
-// The copies of a block: pass by pass, tile by tile, the units of the pass one behind the other, a run of them at a time.
+// The copies of a block: pass by pass, tile by tile, the units of the pass one behind the other, a run of them at a time. One
+// thread starts them all, and has to be quick about it.
 struct Copies {
   const Digits& a;
-  const uint8_t* weights;
+  const uint8_t *weights, *from;
+  uint32_t ring, full, free;  // shared memory
   int tiles, tile = 0, first = 0, unit = 0;
   int stage = 0, parity = 1, started = 0, landing = 0, parity_landed = 0, left;
-  __device__ Copies(const Digits& a, const uint8_t* weights, int tiles)
-      : a(a), weights(weights), tiles(tiles), left(tiles * a.units_of_row) {}
+  __device__ Copies(const Digits& a, const uint8_t* weights, uint32_t ring, int tiles)
+      : a(a), weights(weights), from(weights), ring(ring), full(ring + a.at.barriers), free(full + a.stages * 8), tiles(tiles),
+        left(tiles * a.units_of_row) {
+    hide(full), hide(free);
+  }
 #if LOWBIT_BULK_COPIES
-  __device__ void start(uint8_t* memory, uint64_t* full, uint64_t* free, uint64_t policy, int count) {
+  __device__ void start(uint64_t policy, int count) {
+    const int run_size = a.unit_size << a.log_of_run;
     for (; count > 0 && left > 0; count--) {
-      if (started >= a.stages) wait(free + stage, parity);
+      if (started >= a.stages) wait(free + stage * 8, parity);
       if (++started > a.most_under_way) {
-        wait(full + landing, parity_landed);
+        wait(full + landing * 8, parity_landed);
         if (++landing == a.stages) landing = 0, parity_landed ^= 1;
       }
-      const int units = min(1 << a.log_of_run, left);
-      const int64_t at = static_cast<int64_t>(tile) * a.units_of_row + first + unit;
-      copy(memory + (stage << a.log_of_run) * a.unit_size, weights + at * a.unit_size, units * a.unit_size, full + stage, policy);
+      const int units = min(1 << a.log_of_run, left), size = units * a.unit_size;
+      copy(ring + stage * run_size, from, size, full + stage * 8, policy);
       if (++stage == a.stages) stage = 0, parity ^= 1;
-      left -= units, unit += units;
-      if (a.log_of_run || unit < min(a.units_of_pass * a.column_warps, a.units_of_row - first)) continue;
+      left -= units, from += size;
+      const int units_of_pass = a.units_of_pass * a.column_warps;
+      if (units_of_pass >= a.units_of_row) continue;  // one stretch
+      unit += units;
+      const int units_of_tile = min(units_of_pass, a.units_of_row - first);
+      if (unit < units_of_tile) continue;
       unit = 0;
+      from += int64_t{a.units_of_row - units_of_tile} * a.unit_size;
       if (++tile < tiles) continue;
       tile = 0;
-      first += a.units_of_pass * a.column_warps;
+      first += units_of_pass;
+      from = weights + int64_t{first} * a.unit_size;
     }
   }
 #endif
@@ -121,28 +132,35 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
 #if LOWBIT_BULK_COPIES
   uint64_t *full = reinterpret_cast<uint64_t*>(memory + a.at.barriers), *free = full + a.stages;
   if (warp == warps) {
-    Copies copies(a, weights, tiles);
+    Copies copies(a, weights, shared_address(memory), tiles);
     const uint64_t policy = read_once();
-    if (lane == 0) {  // the first copies wait for no more barriers than they need
-#pragma unroll 1
-      for (int s = 0; s < a.most_under_way; s++) start_barrier(full + s);
+    if (lane == 0) {  // the first copy waits for no more barriers than it needs
+      start_barrier(full);
       show_barriers_to_copies();
-      if (a.is_early) copies.start(memory, full, free, policy, a.most_under_way);
-#pragma unroll 1
-      for (int s = a.most_under_way; s < a.stages; s++) start_barrier(full + s);
-#pragma unroll 1
-      for (int s = 0; s < a.stages; s++) start_barrier(free + s, 1 << a.log_of_run);
-      show_barriers_to_copies();
+      if (a.is_early) copies.start(policy, 1);
     }
+    __syncwarp();
+    synchronize(2, threads + 32);  // for the other barriers
+    if (lane == 0 && a.is_early) copies.start(policy, a.most_under_way - 1);
     __syncwarp();
     if (a.is_early) {
       arrive(1, threads + 32);
     } else {
       synchronize(1, threads + 32);  // the loads of x are on their way, which else would wait behind the copies
     }
-    if (lane == 0) copies.start(memory, full, free, policy, INT_MAX);
+    if (lane == 0) copies.start(policy, INT_MAX);
     return;
   }
+  if (lane == 0) {  // each takes about as long as a copy does to start
+#pragma unroll 1
+    for (int s = warp; s < a.stages; s += warps) {
+      if (s > 0) start_barrier(full + s);
+      start_barrier(free + s, 1 << a.log_of_run);
+    }
+    show_barriers_to_copies();
+  }
+  __syncwarp();
+  arrive(2, threads + 32);
 #endif
   const int column = warp % a.column_warps, first_of_warp = warp / a.column_warps;
   const int own = (a.units_of_row - column + a.column_warps - 1) / a.column_warps;
@@ -176,13 +194,16 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
 #pragma unroll
         for (int m = 0; m < M; m++)
           load_slice<parts>(static_cast<const uint16_t*>(a.x) + static_cast<int64_t>(m) * a.k,
-                            (column + (index + j) * a.column_warps) * W::columns, a.k, a.x_on_4_bytes, x[j][m]);
+                            (column + (index + j) * a.column_warps) * W::columns, a.k, a.x_on_16_bytes, x[j][m]);
       }
   };
   load_x(0);
 #if LOWBIT_BULK_COPIES
   synchronize(1, threads + 32);
-  int stage = 0, parity = 0, seen = 0;  // of the ring, at the run of units that is `seen` in the order of copies
+  const int ring = a.stages << a.log_of_run;
+  int at = 0, parity = 0, seen = 0;  // in the ring, at the unit that is `seen` in the order of copies
+  uint32_t full_at = shared_address(full), free_at = shared_address(free);
+  hide(full_at), hide(free_at);
 #endif
 
   bool is_finite = true;
@@ -197,20 +218,28 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
       for (int j = 0; j < together; j++) {
         if (i + j >= units) break;
 #pragma unroll
-        for (int m = 0; m < M; m++)
-          is_finite &= digits_of_slice<parts, M, Order>(x[j][m], a.x_is_half, m, W::log_of_unit, digits + (i + j) * slice_size,
-                                                        factors + (i + j) * 8);
+        for (int m = 0; m < M; m++) {
+          const int first_column = (column + (first + i + j) * a.column_warps) * W::columns;
+          const bool is_whole = is_loaded_whole(first_column, W::columns, a.k, a.x_on_16_bytes);
+          is_finite &= digits_of_slice<parts, M, Order>(x[j][m], is_whole, a.x_is_half, m, W::log_of_unit,
+                                                        digits + (i + j) * slice_size, factors + (i + j) * 8);
+        }
       }
     }
     __syncwarp();
     if constexpr (W::has_shares) {
+      if (!W::Held::makes_shares || units > 1) {
 #pragma unroll 1
-      for (int i = 0; i < units; i++) W::template write_shares<M>(digits + i * slice_size, shares + i * W::grains * 8);
-      __syncwarp();
+        for (int i = 0; i < units; i++) W::template write_shares<M>(digits + i * slice_size, shares + i * W::grains * 8);
+        __syncwarp();
+      }
     }
     if (first == 0 && has_row) of_row[threadIdx.x] = {factor * (a.row_is_group ? number_of(scale_of_row, a.scale_stored) : 1.0f),
                                                       a.bias ? number_of(bias_of_row, x_stored) : 0.0f};
     const int first_unit = first * a.column_warps, units_of_tile = min(a.units_of_pass * a.column_warps, a.units_of_row - first_unit);
+    typename W::Held held;
+    float4 f;
+    bool has_held = false;  // of a single unit of each tile: then that serves them all
 #pragma unroll 1
     for (int tile = first_of_warp; tile < tiles; tile += a.tile_warps) {
       Groups groups = {a.scale_stored, a.scale_size, !a.row_is_group, {0, 0}};
@@ -222,24 +251,29 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
 #pragma unroll 1
       for (int i = 0; i < units; i++) {
         float sum[4] = {};
+        if (!has_held) {
+          held.hold(digits + i * slice_size, shares + i * W::grains * 8, lane, units == 1);
+          f = *reinterpret_cast<const float4*>(factors + i * 8 + lane % 4 * 2);
+          has_held = units == 1;
+        }
 #if LOWBIT_BULK_COPIES
         const int place = tiles * first_unit + tile * units_of_tile + column + i * a.column_warps;
-        const int run = place >> a.log_of_run;
-        for (stage += run - seen, seen = run; stage >= a.stages; stage -= a.stages) parity ^= 1;
-        wait(full + stage, parity);
-        uint32_t at = (((stage - run) << a.log_of_run) + place) * a.unit_size;
-        hide(at);
-        const uint8_t* unit = memory + at;
+        at += place - seen, seen = place;
+        if (at >= ring) at -= ring, parity ^= 1;
+        const int stage = at >> a.log_of_run;
+        wait(full_at + stage * 8, parity);
+        uint32_t offset = at * a.unit_size;
+        hide(offset);
+        const uint8_t* unit = memory + offset;
 #else
         const uint8_t* unit =
             weights + (static_cast<int64_t>(tile) * a.units_of_row + column + (first + i) * a.column_warps) * a.unit_size;
 #endif
-        W::template add_products<M>(unit, digits + i * slice_size, shares + i * W::grains * 8, groups, lane, sum);
+        W::template add_products<M>(unit, held, groups, lane, sum);
 #if LOWBIT_BULK_COPIES
         __syncwarp();
-        if (lane == 0) arrive(free + stage);
+        if (lane == 0) arrive(free_at + stage * 8);
 #endif
-        const float4 f = *reinterpret_cast<const float4*>(factors + i * 8 + lane % 4 * 2);
         total[0] = fmaf(sum[0] * f.x, f.y, total[0]);
         total[2] = fmaf(sum[2] * f.x, f.y, total[2]);
         if constexpr (!Order::has_digit_a_lane) {

@@ -87,6 +87,7 @@ struct E2m1Weights {
   static constexpr int bits = 4, columns = 512, grains = columns / group, code_bytes = rows_of_tile * columns * bits / 8;
   static constexpr int log_of_unit = 2 - log_of_sums;  // products count 2^-log_of_unit
   static constexpr bool has_zero = false, has_shares = false, has_outer = narrow == Narrow::e4m3;
+  using Held = InMemory;
   template <int M>
   using Order = DigitsByParity;
 
@@ -104,13 +105,13 @@ struct E2m1Weights {
   }
 
   template <int M>
-  __device__ static __forceinline__ void add_products(const uint8_t* unit, const uint8_t* digits, const int*, const Groups& of,
-                                                      int, float (&sum)[4]) {
-    if (narrow != Narrow::e8m0 || are_usual(unit + code_bytes)) {
-      products<true>(unit, digits, of, sum);
-    } else {
-      const float4 found = products_of_unusual(unit, digits, of);
-      sum[0] += found.x, sum[1] += found.y, sum[2] += found.z, sum[3] += found.w;
+  __device__ static __forceinline__ void add_products(const uint8_t* unit, const InMemory& x, const Groups& of, int,
+                                                      float (&sum)[4]) {
+    const float4 before = {sum[0], sum[1], sum[2], sum[3]};
+    products<true>(unit, x.digits, of, sum);
+    if (narrow == Narrow::e8m0 && !are_usual(unit + code_bytes)) {  // asked last, so that nothing waits for the answer
+      const float4 found = products_of_unusual(unit, x.digits, of);
+      sum[0] = before.x + found.x, sum[1] = before.y + found.y, sum[2] = before.z + found.z, sum[3] = before.w + found.w;
     }
   }
 

@@ -42,6 +42,13 @@ struct DigitsByHalf : DigitsByPair {
   }
 };
 
+// a b + c, which the compiler may not take apart.
+__device__ __forceinline__ int product_on(int a, int b, int c) {
+  int sum;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+
 // The four words of a lane with all but the bits of `mask` taken away and those of `flipped` turned over.
 __device__ __forceinline__ void masked(const uint4& words, uint32_t mask, uint32_t flipped, uint32_t (&a)[4]) {
   a[0] = words.x & mask ^ flipped, a[1] = words.y & mask ^ flipped;
@@ -126,11 +133,54 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   static constexpr int log_of_unit = log_of_integers - log_of_sums;
   static constexpr bool has_zero = zero, has_shares = true, has_outer = false;
   static constexpr bool fills_bytes = 8 % bits == 0;
+  static constexpr int quads = columns / 128;
   template <int M>
   using Order = std::conditional_t<fills_bytes, DigitsByPair, DigitsByHalf>;
 
+  // The registers of operand B of a slice, and the shares of its groups where there are few; a slice that is the only one of its
+  // warp has those from here and not from memory.
+  struct Held {
+    static constexpr bool has_shares = grain == 4, makes_shares = has_shares && bits <= 4;  // wider codes leave no registers
+    uint4 b[quads];
+    int of_group[has_shares ? quads : 1];
+    const int* lane_shares;
+    __device__ __forceinline__ void hold(const uint8_t* digits, const int* shares, int lane, bool is_only) {
+      const uint8_t* lane_digits = digits + DigitsByPair::place_of(lane);
+#pragma unroll
+      for (int i = 0; i < quads; i++) b[i] = *reinterpret_cast<const uint4*>(lane_digits + i * DigitsByPair::size_of_quad);
+      lane_shares = shares + lane % 4;
+      if (makes_shares && is_only) {
+        make_shares();
+      } else {
+#pragma unroll
+        for (int i = 0; i < quads && has_shares; i++) of_group[i] = lane_shares[i * 8];
+      }
+    }
+    __device__ __forceinline__ int share(int g) const { return has_shares ? of_group[g] : lane_shares[g * 8]; }
+
+   private:
+    __device__ __forceinline__ void make_shares() {
+      constexpr int together = fills_bytes ? 1 : 2;  // quads with as many groups
+      const uint32_t ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+#pragma unroll
+      for (int from = 0; from < quads; from += together) {
+        int c[4] = {};
+#pragma unroll
+        for (int i = from; i < from + together; i++) {
+          multiply<true>(c, ones, b[i].x, b[i].y);
+          multiply<true>(c, ones, b[i].z, b[i].w);
+        }
+        of_group[from] = share_of(fills_bytes ? c[0] + c[1] : c[0]);
+        if (!fills_bytes) of_group[from + together - 1] = share_of(c[1]);
+      }
+    }
+  };
+
   // What a zero point of 1 (2^(bits - 1) where there are none) adds to the sums with each digit, less than nothing, in each
-  // group: by lane % 4, of eight numbers.
+  // group: by lane % 4, of eight numbers. Without zero points a sum starts at that.
+  __device__ static __forceinline__ int share_of(int sum_of_digits) {
+    return has_zero ? -sum_of_digits << log_of_integers : (-sum_of_digits << log_of_integers + bits - 1) + start_of_sums;
+  }
   template <int M>
   __device__ static __forceinline__ void write_shares(const uint8_t* digits, int* shares) {
     const int lane = threadIdx.x % 32;
@@ -154,36 +204,32 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
           int sum = 0;
 #pragma unroll
           for (int i = 0; i < grain; i++) sum += of_step[g * grain + i];
-          shares[(from * 4 / grain + g) * 8 + lane] = -sum << log_of_integers + (has_zero ? 0 : bits - 1);
+          shares[(from * 4 / grain + g) * 8 + lane] = share_of(sum);
         }
       }
     }
   }
 
   template <int M>
-  __device__ static __forceinline__ void add_products(const uint8_t* unit, const uint8_t* digits, const int* shares,
-                                                      const Groups& groups, int lane, float (&sum)[4]) {
-    if constexpr (bits != 4) {  // whose scales take up all registers
-      if (groups.are_inside && groups.stored == Stored::bfloat16) {  // as usual: no more choices on the way
-        add_products_of<true>(unit, digits, shares, groups, lane, sum);
-        return;
-      }
+  __device__ static __forceinline__ void add_products(const uint8_t* unit, const Held& x, const Groups& groups, int lane,
+                                                      float (&sum)[4]) {
+    if (groups.are_inside && groups.stored == Stored::bfloat16) {  // as usual: no more choices on the way
+      add_products_of<true>(unit, x, groups, lane, sum);
+    } else {
+      add_products_of<false>(unit, x, groups, lane, sum);
     }
-    add_products_of<false>(unit, digits, shares, groups, lane, sum);
   }
 
  private:
   template <bool is_usual>
-  __device__ static __forceinline__ void add_products_of(const uint8_t* unit, const uint8_t* digits, const int* shares,
-                                                         const Groups& groups, int lane, float (&sum)[4]) {
+  __device__ static __forceinline__ void add_products_of(const uint8_t* unit, const Held& x, const Groups& groups, int lane,
+                                                         float (&sum)[4]) {
     constexpr int groups_of_quad = 4 / grain;
-    constexpr int together = grain == 4 && bits >= 4 ? columns / 128 : 2;  // quads whose scales are loaded at a time
-    const uint8_t *lane_codes = unit + lane * 16, *lane_digits = digits + DigitsByPair::place_of(lane);
+    constexpr int together = fills_bytes ? 1 : 2;  // quads whose scales are loaded at a time
+    const uint8_t* lane_codes = unit + lane * 16;
     const uint8_t* lane_zeros = unit + zero_at(is_usual ? 2 : groups.scale_size) + lane / 4 * 2;
-    const int* lane_shares = shares + lane % 4;
-    constexpr int at_once = bits > 3 ? 4 : bits == 3 && grain == 4 && has_zero ? 2 : 1;  // more would take too many registers
-#pragma unroll(at_once)
-    for (int from = 0; from < columns / 128; from += together) {
+#pragma unroll
+    for (int from = 0; from < quads; from += together) {
       constexpr int count = together * groups_of_quad;
       const int first = from * groups_of_quad;
       float2 scale[count];
@@ -213,21 +259,21 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
         int v[groups_of_quad][2];
 #pragma unroll
         for (int i = 0; i < groups_of_quad; i++) {
-          const int share = lane_shares[(quad * groups_of_quad + i) * 8];
+          const int share = x.share(quad * groups_of_quad + i);
           const int2 z = has_zero ? points[inner * groups_of_quad + i] : int2{1, 1};
-          v[i][0] = z.x * share, v[i][1] = z.y * share;
+          v[i][0] = has_zero ? product_on(z.x, share, start_of_sums) : share;
+          v[i][1] = has_zero ? product_on(z.y, share, start_of_sums) : share;
         }
-        const auto b = [&](int i) { return *reinterpret_cast<const uint4*>(lane_digits + i * DigitsByPair::size_of_quad); };
         if constexpr (fills_bytes)
-          add_fields<bits, log_of_integers, grain, !has_zero>(lane_codes, quad, b(quad), v);
+          add_fields<bits, log_of_integers, grain, !has_zero>(lane_codes, quad, x.b[quad], v);
         else
-          add_places<bits, log_of_integers, grain, !has_zero>(lane_codes + from / 2 * bits * 512, inner, {b(from), b(from + 1)},
-                                                              v);
+          add_places<bits, log_of_integers, grain, !has_zero>(lane_codes + from / 2 * bits * 512, inner,
+                                                              {x.b[from], x.b[from + 1]}, v);
 #pragma unroll
-        for (int i = 0; i < groups_of_quad; i++) {  // small numbers, which do not overflow where a scale is large
+        for (int i = 0; i < groups_of_quad; i++) {
           const float2 f = scale[inner * groups_of_quad + i];
-          sum[0] = fmaf(__int2float_rn(v[i][0]) * 0x1p-22f, f.x, sum[0]);
-          sum[2] = fmaf(__int2float_rn(v[i][1]) * 0x1p-22f, f.y, sum[2]);
+          sum[0] = fmaf(number_of_sum(v[i][0]), f.x, sum[0]);
+          sum[2] = fmaf(number_of_sum(v[i][1]), f.y, sum[2]);
         }
       }
     }

@@ -14,6 +14,8 @@ namespace lowbit::cuda {
 // 0: the launcher chooses. `early` -1: nothing starts before the kernel ahead has ended.
 struct DigitsPlan {
   int column_warps, tile_warps, stages, most_under_way, early;
+  int pairs;         // of blocks on a processor: 1 there are, -1 there are none
+  int units_of_run;  // 1, 2 or 4
 };
 
 // `m`: 1 or 2 rows of x; `group` a multiple of 32 up to 128, or 0 where the whole row is one.
@@ -46,12 +48,13 @@ inline cudaError_t this_device(int& index, Device& device) {
   return cudaSuccess;
 }
 
-// Warps that share out the units of a row evenly: as many as there are, or of twelve to sixteen those that waste the least.
-inline int column_warps_for(int units) {
-  if (units <= most_warps_of_digits) return std::max(units, 1);
-  int best = most_warps_of_digits;
+// Warps that share out the units of a row evenly: as many as there are, or of `most` and down to three quarters of them those
+// that waste the least.
+inline int column_warps_for(int units, int most) {
+  if (units <= most) return std::max(units, 1);
+  int best = most;
   const auto waste = [&](int warps) { return (units + warps - 1) / warps * warps - units; };
-  for (int warps = best; warps >= 12; warps--)
+  for (int warps = best; warps >= most * 3 / 4; warps--)
     if (waste(warps) < waste(best)) best = warps;
   return best;
 }
@@ -83,8 +86,16 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   a.fewest_tiles = static_cast<int>(a.tiles / blocks);
   a.blocks_with_more = static_cast<int>(a.tiles % blocks);
   const int most_tiles = a.fewest_tiles + (a.blocks_with_more > 0);
-  a.column_warps = plan.column_warps ? std::min(plan.column_warps, std::max(a.units_of_row, 1)) : column_warps_for(a.units_of_row);
-  a.tile_warps = std::max(1, std::min(plan.tile_warps ? plan.tile_warps : 16 / a.column_warps, most_tiles));
+  // Two blocks to a processor, where half of its memory holds all that a block copies: the next kernel's copies are on their
+  // way while this one multiplies. Only where as many warps share out the columns, so that sums are the same in every mode.
+  const int64_t size = int64_t{most_tiles} * a.units_of_row * a.unit_size;
+  const bool is_small = is_early && size <= 80 << 10 && a.units_of_row <= most_warps_of_digits / 2;
+  const bool is_paired = plan.pairs > 0 || (plan.pairs == 0 && is_small);
+  const int most_warps = is_paired ? most_warps_of_digits / 2 : most_warps_of_digits;
+  const int memory = is_paired ? (device.memory + 1024) / 2 - 1024 : device.memory;  // each block has a KB besides
+  a.column_warps =
+      plan.column_warps ? std::min(plan.column_warps, std::max(a.units_of_row, 1)) : column_warps_for(a.units_of_row, most_warps);
+  a.tile_warps = std::max(1, std::min(plan.tile_warps ? plan.tile_warps : most_warps / a.column_warps, most_tiles));
   while (a.column_warps * a.tile_warps > most_warps_of_digits) a.tile_warps--;
   const auto warps = [&] { return a.column_warps * a.tile_warps; };
   const auto memory_with = [&](int stages, int units) {
@@ -108,23 +119,26 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
     return (step - 1 >> a.log_of_run) + 1;
   };
   const auto fewest = [&] { return !has_ring ? 0 : std::min(runs(), ahead() + 1); };
-  a.log_of_run = 2;  // one thread starts all copies, so each has to be of 8 KB and more
+  a.log_of_run = plan.units_of_run ? plan.units_of_run / 2 : 2;  // one thread starts all copies, so each has to be of 8 KB and more
   a.units_of_pass = std::max(1, (a.units_of_row + a.column_warps - 1) / a.column_warps);
-  while (memory_with(fewest() + 1, a.units_of_pass).total > device.memory && (a.units_of_pass > 1 || a.column_warps > 1)) {
+  while (memory_with(fewest() + 1, a.units_of_pass).total > memory && (a.units_of_pass > 1 || a.column_warps > 1)) {
     if (a.units_of_pass > 1) {
       a.units_of_pass = (a.units_of_pass + 1) / 2;
     } else {
       a.column_warps = (a.column_warps + 1) / 2, a.tile_warps = 1;
     }
-    a.log_of_run = 0;
+    // The units of a pass lie one behind the other within a tile alone.
+    while ((a.units_of_row | a.units_of_pass * a.column_warps) % (1 << a.log_of_run)) a.log_of_run--;
   }
-  const int usual = (W::bits < 4 && M == 1 ? 32 : 64) >> a.log_of_run;  // fewer where they come sooner than they are multiplied
+  const int usual = 64 >> a.log_of_run;
   a.stages = !has_ring ? 0 : std::min(std::max(plan.stages ? plan.stages : usual, fewest()), runs());
-  while (a.stages > fewest() && memory_with(a.stages, a.units_of_pass).total > device.memory) a.stages--;
+  while (a.stages > fewest() && memory_with(a.stages, a.units_of_pass).total > memory) a.stages--;
   a.at = memory_with(a.stages, a.units_of_pass);
-  // Enough to keep the memory busy; more would keep the loads of x waiting, which matters less the longer the copies take.
+  // Enough to keep the memory busy; more would keep the loads of x waiting, which matters less the longer the copies take and
+  // more where products are what takes long.
+  constexpr int most = (W::bits == 8 ? 104 : W::bits > 4 ? 72 : W::bits == 4 ? 54 : 40) << 10;
   const int run = a.unit_size << a.log_of_run;
-  const int64_t enough = std::clamp<int64_t>(int64_t{units} * a.unit_size / 4, 36 << 10, (W::bits == 8 ? 104 : 72) << 10);
+  const int64_t enough = std::clamp<int64_t>(int64_t{units} * a.unit_size / 4, 36 << 10, most);
   const int room = a.stages < runs() ? a.stages - ahead() : a.stages;
   a.most_under_way = std::min(room, plan.most_under_way ? plan.most_under_way : std::max(2, static_cast<int>(enough / run)));
   a.is_early = is_early;

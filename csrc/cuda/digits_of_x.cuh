@@ -68,15 +68,37 @@ __device__ __forceinline__ float2 two_of(uint32_t word, bool is_half) {
   return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
 }
 
-// The elements of a slice of x that meet a lane's codes: in each step of 32 columns four pairs, eight columns apart; four
-// lanes have a step in each 256. Zeros beyond the row.
-template <int parts>
-__device__ __forceinline__ void load_slice(const uint16_t* x, int first, int k, bool on_4_bytes, uint32_t (&words)[parts][4]) {
-  const int lane = threadIdx.x % 32, column = first + lane / 4 * 32 + lane % 4 * 2;
-  if (on_4_bytes && first + parts * 256 <= k) {
+// Where a slice of x is loaded 16 bytes at a time, a lane has four pairs of columns one behind the other.
+__device__ __forceinline__ bool is_loaded_whole(int first, int columns, int k, bool on_16_bytes) {
+  return on_16_bytes && first + columns <= k;
+}
+
+// Word i of lane j of four for word j of lane i.
+__device__ __forceinline__ void transpose(uint32_t (&w)[4]) {
+  const bool second = threadIdx.x & 2, odd = threadIdx.x & 1;
 #pragma unroll
-    for (int i = 0; i < parts * 4; i++)
-      words[i / 4][i % 4] = *reinterpret_cast<const uint32_t*>(x + column + i / 4 * 256 + i % 4 * 8);
+  for (int i = 0; i < 2; i++) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, second ? w[i] : w[i + 2], 2);
+    w[i] = second ? other : w[i], w[i + 2] = second ? w[i + 2] : other;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
+    w[i] = odd ? other : w[i], w[i + 1] = odd ? w[i + 1] : other;
+  }
+}
+
+// The elements of a slice of x that meet a lane's codes: in each step of 32 columns four pairs, eight columns apart; four
+// lanes have a step in each 256. Zeros beyond the row. Where the slice is loaded whole, lanes have yet to be transposed.
+template <int parts>
+__device__ __forceinline__ void load_slice(const uint16_t* x, int first, int k, bool on_16_bytes, uint32_t (&words)[parts][4]) {
+  const int lane = threadIdx.x % 32, column = first + lane / 4 * 32 + lane % 4 * 2;
+  if (is_loaded_whole(first, parts * 256, k, on_16_bytes)) {
+#pragma unroll
+    for (int i = 0; i < parts; i++) {
+      const uint4 four = *reinterpret_cast<const uint4*>(x + first + i * 256 + lane * 8);
+      words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < parts * 4; i++) {
@@ -86,13 +108,17 @@ __device__ __forceinline__ void load_slice(const uint16_t* x, int first, int k, 
   }
 }
 
-// The digits of one slice of a row of x, by one warp. Digit d of it counts
+// The digits of one slice of a row of x, by one warp; `is_whole`: as it was loaded. Digit d of it counts
 // 2^(e - 21 + 8 d - shift): `factors` are, for each of a lane's two columns of the product, that in two factors, since one
 // may be no fp32 number where x is subnormal. Returns whether all of the slice is finite; where it is not its digits are 0.
 template <int parts, int M, class Order>
-__device__ __forceinline__ bool digits_of_slice(const uint32_t (&words)[parts][4], bool is_half, int row, int shift,
+__device__ __forceinline__ bool digits_of_slice(uint32_t (&words)[parts][4], bool is_whole, bool is_half, int row, int shift,
                                                 uint8_t* digits, float2* factors) {
   const int lane = threadIdx.x % 32;
+  if (is_whole) {
+#pragma unroll
+    for (int i = 0; i < parts; i++) transpose(words[i]);
+  }
   uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < parts; i++)

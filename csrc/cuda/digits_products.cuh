@@ -32,6 +32,14 @@ struct Groups {
   int2 zero_of_row;  // of a lane's two rows
 };
 
+// What the products take of a slice of x, where that stays in shared memory.
+struct InMemory {
+  const uint8_t* digits;
+  const int* shares;
+  static constexpr bool makes_shares = false;
+  __device__ __forceinline__ void hold(const uint8_t* d, const int* s, int, bool) { digits = d, shares = s; }
+};
+
 template <bool is_signed>
 __device__ __forceinline__ void multiply(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (is_signed)
@@ -187,6 +195,7 @@ struct IntegerWeights : Grained<code_bits, grain> {
   using Grained<code_bits, grain>::columns, Grained<code_bits, grain>::grains, Grained<code_bits, grain>::code_bytes;
   static constexpr int bits = code_bits, log_of_unit = 8 - bits - log_of_sums;  // products count 2^-log_of_unit
   static constexpr bool has_zero = zero, has_shares = zero, has_outer = false;
+  using Held = InMemory;
   template <int M>
   using Order = DigitsByStep<M>;
 
@@ -207,9 +216,9 @@ struct IntegerWeights : Grained<code_bits, grain> {
     shares_of_zero<bits, grain, M>(digits, shares);
   }
   template <int M>
-  __device__ static __forceinline__ void add_products(const uint8_t* unit, const uint8_t* digits, const int* shares,
-                                                      const Groups& groups, int, float (&sum)[4]) {
-    products_of_unit<bits, grain, has_zero, are_e8m0, M>(unit, digits, shares, groups, sum);
+  __device__ static __forceinline__ void add_products(const uint8_t* unit, const InMemory& x, const Groups& groups, int,
+                                                      float (&sum)[4]) {
+    products_of_unit<bits, grain, has_zero, are_e8m0, M>(unit, x.digits, x.shares, groups, sum);
   }
 };
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 
 #include "eights_launch.h"
 
@@ -25,7 +26,8 @@ Encode encoder() {
   return found;
 }
 
-// Boxes of `box_rows` rows and a stage's bytes of a matrix; reads beyond its edges give zeros.
+}  // namespace
+
 bool describe(CUtensorMap& map, const Operand& from, int64_t rows, int bits, int box_rows) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(from.bytes), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(from.stride)};
@@ -37,6 +39,8 @@ bool describe(CUtensorMap& map, const Operand& from, int64_t rows, int bits, int
                           CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
+
+namespace {
 
 struct Plan {
   int rows, blocks_of_cluster;
@@ -50,38 +54,78 @@ struct Cost {
   double stage, tile;
 };
 constexpr Cost costs[] = {{16, 0.45, 2.0}, {64, 0.33, 4.0}, {128, 0.40, 3.0}, {256, 0.70, 5.0}};
+// The same where x is little, fitted to the times of every plan for 26 products of up to 128 rows.
+constexpr Cost costs_of_little[] = {{16, 0.27, 0.28}, {64, 0.35, 1.34}, {128, 0.26, 4.4}};
+constexpr int most_rows_of_little = 128;
 
-// The plan that takes least time. Splitting the columns costs a tile more, the more the larger it is, and clusters of four and
-// of eight leave some multiprocessors empty.
-Plan plan_for(int64_t m, int64_t n, int steps, Codes codes, int processors) {
+struct Shape {
+  int64_t m, n;
+  int steps;
+  Codes codes;
+  int processors;
+};
+
+// Splitting the columns costs a tile more, the more the larger it is, and clusters of four and of eight leave some
+// multiprocessors empty.
+double time_of_much(const Shape& s, const Cost& cost, int parts, int64_t tiles) {
+  const bool is_four = s.codes == Codes::int4;
+  // Codes of 4 bits come apart, and every group's sums leave the tensor cores.
+  const double slower = is_four ? 1.6 : 1.0;
+  const double read = static_cast<double>(s.n) * s.steps * columns_of_stage / (is_four ? 8e6 : 4e6);  // W alone
+  const double blocks = static_cast<double>(tiles) * parts;
+  const int most = cost.rows == 16 || (cost.rows == 64 && !is_four) ? 2 : 1;
+  const double shared = blocks > s.processors ? most : 1;
+  double waves = blocks / (s.processors * shared * (parts > 2 ? 0.9 : 1.0));
+  if (waves < 4) waves = std::max<double>(1, static_cast<int>(waves + 0.999));
+  const double adding = (parts > 2 ? parts / 2 : parts - 1) * (1.5 + cost.rows / 16.0);
+  const double stages = std::max(waves * ((s.steps + parts - 1) / parts) * cost.stage * slower * shared, read);
+  return stages + waves * (cost.tile + adding);
+}
+
+// Of codes of 8 bits. Here what goes from the cache to the multiprocessors may be what takes longest: W for each tile of x, and
+// x for each tile of W, unless two blocks share it.
+double time_of_little(const Shape& s, const Cost& cost, int parts, int64_t tiles_m, int64_t tiles) {
+  const double columns = static_cast<double>(s.steps) * columns_of_stage, read = static_cast<double>(s.n) * columns / 4e6;
+  const double sharing = cost.rows == 128 && parts == 1 && s.n > rows_of_block ? 2 : 1;
+  const int steps = (s.steps + parts - 1) / parts;
+  const double of_x = static_cast<double>(tiles) * parts * cost.rows * steps * columns_of_stage / sharing;
+  const double moved = (static_cast<double>(tiles_m) * s.n * columns + of_x) / 5.3e6;
+  const double room = s.processors * (parts > 2 ? 0.75 : 1.0), blocks = static_cast<double>(tiles) * parts;
+  const int shared = cost.rows < 128 && blocks > room ? 2 : 1;
+  double waves = blocks / (room * shared);
+  if (waves < 4) waves = std::ceil(waves);
+  const double adding = (parts > 2 ? parts / 2 : parts - 1) * (0.36 + 0.0014 * cost.rows);
+  const double stages = std::max({waves * steps * cost.stage * (shared == 2 ? 2.5 : 1.0), read, moved});
+  return stages + waves * (cost.tile + adding);
+}
+
+// The plan that takes least time.
+Plan plan_for(const Shape& s) {
   Plan best = {};
   double least = 0;
-  // Codes of 4 bits come apart, and every group's sums leave the tensor cores.
-  const double slower = codes == Codes::int4 ? 1.6 : 1.0;
-  const int64_t columns = static_cast<int64_t>(steps) * columns_of_stage;
-  const double read = static_cast<double>(n) * columns / (codes == Codes::int4 ? 8e6 : 4e6);  // W alone
-  for (const Cost& cost : costs) {
-    if (cost.rows == 256 && codes != Codes::int8) continue;
-    if (cost.rows > 16 && cost.rows >= 4 * m) continue;
-    const int64_t tiles_m = (m + cost.rows - 1) / cost.rows, tiles = tiles_m * ((n + rows_of_block - 1) / rows_of_block);
+  const bool is_little = s.m <= most_rows_of_little && s.codes != Codes::int4;
+  const int64_t columns = static_cast<int64_t>(s.steps) * columns_of_stage;
+  const auto consider = [&](const Cost& cost) {
+    if (cost.rows > 16 && cost.rows >= 4 * s.m) return;
+    const int64_t tiles_m = (s.m + cost.rows - 1) / cost.rows, tiles = tiles_m * ((s.n + rows_of_block - 1) / rows_of_block);
     for (int parts : {1, 2, 4, 8}) {
-      if (columns > most_columns_of_block * int64_t{parts} || (parts > 1 && (steps < 2 * parts && columns <= most_columns_of_block)))
+      if (columns > most_columns_of_block * int64_t{parts} ||
+          (parts > 1 && (s.steps < 2 * parts && columns <= most_columns_of_block)))
         continue;
-      const double blocks = static_cast<double>(tiles) * parts;
-      const int most = cost.rows == 16 || (cost.rows == 64 && codes != Codes::int4) ? 2 : 1;
-      const double shared = blocks > processors ? most : 1;
-      double waves = blocks / (processors * shared * (parts > 2 ? 0.9 : 1.0));
-      if (waves < 4) waves = std::max<double>(1, static_cast<int>(waves + 0.999));
-      const double adding = (parts > 2 ? parts / 2 : parts - 1) * (1.5 + cost.rows / 16.0);
-      const double stages = std::max(waves * ((steps + parts - 1) / parts) * cost.stage * slower * shared, read);
-      const double time = stages + waves * (cost.tile + adding);
+      const double time = is_little ? time_of_little(s, cost, parts, tiles_m, tiles) : time_of_much(s, cost, parts, tiles);
       if (best.rows == 0 || time < least) {
         least = time;
         best = {cost.rows, parts, parts > 1};
       }
     }
+  };
+  if (is_little) {
+    for (const Cost& cost : costs_of_little) consider(cost);
+  } else {
+    for (const Cost& cost : costs)
+      if (cost.rows < 256 || s.codes == Codes::int8) consider(cost);
   }
-  if (best.rows >= 128 && !best.splits_columns && n > rows_of_block) best.blocks_of_cluster = 2;
+  if (best.rows >= 128 && !best.splits_columns && s.n > rows_of_block) best.blocks_of_cluster = 2;
   return best;
 }
 
@@ -91,10 +135,16 @@ template <Kernel kernel, int T, int bits>
 cudaError_t launch_with(const CUtensorMap& w, const CUtensorMap& x, Product8 a, int processors, cudaStream_t stream) {
   const int cluster = a.blocks_of_cluster;
   const int64_t groups_n = a.splits_columns ? a.tiles_n : (a.tiles_n + cluster - 1) / cluster, clusters = a.tiles_m * groups_n;
-  // Two blocks share a multiprocessor where there are enough of them; one alone has more stages.
+  // Two blocks share a multiprocessor where there are enough of them, and of clusters that would leave some empty; one alone has
+  // more stages.
   constexpr int all_room = 227 << 10;
-  const int room = blocks_of_processor<T, bits> == 2 && clusters * cluster > processors ? 113 << 10 : all_room;
+  const bool shares = blocks_of_processor<T, bits> == 2 && clusters * cluster > (cluster > 2 ? processors * 3 / 4 : processors);
+  const int room = shares ? 113 << 10 : all_room;
   a.stages = most_stages;
+  if (a.splits_columns) {  // as many as a block has, in whose place the sums lie at the end
+    constexpr int stages_of_sums = (T * rows_of_block * 4 + Memory<T, bits>::stage - 1) / Memory<T, bits>::stage;
+    a.stages = std::min(most_stages, std::max((a.steps + cluster - 1) / cluster, stages_of_sums));
+  }
   while (Memory<T, bits>::size(a.stages) > room) a.stages--;
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
@@ -140,7 +190,7 @@ cudaError_t launch(Product8 a, Codes codes, const Operand& w, const Operand& x, 
     return error;
   const int bits = codes == Codes::int4 ? 4 : 8;
   a.steps = static_cast<int>((x.bytes + columns_of_stage - 1) / columns_of_stage);
-  Plan plan = plan_for(a.m, a.n, a.steps, codes, processors);
+  Plan plan = plan_for({a.m, a.n, a.steps, codes, processors});
   if (forced[0]) plan = {forced[0], forced[1], forced[2] != 0};
   a.blocks_of_cluster = plan.blocks_of_cluster;
   a.splits_columns = plan.splits_columns;

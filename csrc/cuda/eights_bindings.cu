@@ -1,4 +1,4 @@
-// lowbit_cuda::eights_linear: checks what it is given, rounds x and multiplies on torch's current stream.
+// lowbit_cuda::eights_linear: checks what it is given, rounds x and multiplies on torch's current stream, in one kernel or two.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -38,7 +38,7 @@ void check(cudaError_t error) {
 
 Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::optional<Tensor> bias_any,
                         std::optional<Tensor> input_scale, std::string format, int64_t group_size, int64_t rows_of_block,
-                        int64_t blocks_of_cluster, bool splits_columns) {
+                        int64_t blocks_of_cluster, bool splits_columns, int64_t at_once) {
   STD_TORCH_CHECK(format == "int8" || format == "fp8_e4m3fn" || format == "int4", "format must be int8, fp8_e4m3fn or int4, got ",
                   format);
   const bool is_float = format == "fp8_e4m3fn", is_four = format == "int4";
@@ -94,9 +94,15 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::opti
   const bool is_copied = reinterpret_cast<uintptr_t>(packed.const_data_ptr()) % 16 || packed.stride(0) % 16 ||
                          (row_bytes > 1 && packed.stride(1) != 1) || packed.stride(0) < row_bytes;
   const Tensor rows = is_copied ? torch::stable::contiguous(packed) : packed;
-  const int64_t room_of_x = rounded_up(eights::rows_with_room(m) * pitch, 256), room_of_scale = rounded_up(m, 256) * 4;
-  const Tensor room = torch::stable::new_empty(x, {room_of_x + room_of_scale + (is_copied ? n * w_pitch : 0)}, ScalarType::Byte);
-  auto* const bytes = static_cast<uint8_t*>(room.mutable_data_ptr());
+  const bool is_on_16_bytes = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && k % chunk_of_activations == 0;
+  const bool may_be_at_once = is_on_16_bytes && !is_four && stored != Stored::float32;
+  STD_TORCH_CHECK(at_once <= 0 || ((at_once == 1 || at_once == 2 || at_once == 4 || at_once == 8) && may_be_at_once),
+                  "at_once must be -1, 0, or 1, 2, 4 or 8 for rows of 16-bit x on 16 bytes and weights of 8 bits, got ", at_once);
+  if (at_once < 0) at_once = may_be_at_once && rows_of_block == 0 ? eights::blocks_at_once(m, n, k) : 0;
+  const int64_t room_of_x = at_once ? 0 : rounded_up(eights::rows_with_room(m) * pitch, 256), room_of_scale = at_once ? 0 : rounded_up(m, 256) * 4;
+  const int64_t room_of_all = room_of_x + room_of_scale + (is_copied ? n * w_pitch : 0);
+  const Tensor room = room_of_all ? torch::stable::new_empty(x, {room_of_all}, ScalarType::Byte) : x;
+  auto* const bytes = room_of_all ? static_cast<uint8_t*>(room.mutable_data_ptr()) : nullptr;
 
   void* torch_stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &torch_stream));
@@ -108,22 +114,33 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::opti
     w = {copy, row_bytes, w_pitch};
   }
 
+  const auto codes = is_four ? eights::Codes::int4 : is_float ? eights::Codes::e4m3 : eights::Codes::int8;
+  const float* const fixed_scale = input_scale ? static_cast<const float*>(input_scale->const_data_ptr()) : nullptr;
+  if (at_once) {
+    eights::AtOnce both = {};
+    both.product = a;
+    both.x = x.const_data_ptr();
+    both.fixed_scale = fixed_scale;
+    both.k = static_cast<int>(k);
+    check(eights::launch_at_once(both, codes, w, stored == Stored::float16, static_cast<int>(at_once), stream));
+    return y;
+  }
+
   Activations rounding = {};
   rounding.x = x.const_data_ptr();
   rounding.codes = bytes;
   rounding.scale = reinterpret_cast<float*>(bytes + room_of_x);
-  rounding.fixed_scale = input_scale ? static_cast<const float*>(input_scale->const_data_ptr()) : nullptr;
+  rounding.fixed_scale = fixed_scale;
   rounding.m = m;
   rounding.k = static_cast<int>(k);
   rounding.pitch = pitch;
   rounding.is_float = is_float;
   rounding.even_first = is_four;
-  rounding.has_whole_chunks = reinterpret_cast<uintptr_t>(rounding.x) % 16 == 0 && k % chunk_of_activations == 0;
+  rounding.has_whole_chunks = is_on_16_bytes;
   check(launch_activations(rounding, stored, stream));
 
   a.x_scale = rounding.scale;
   const int forced[3] = {static_cast<int>(rows_of_block), static_cast<int>(blocks_of_cluster), splits_columns};
-  const auto codes = is_four ? eights::Codes::int4 : is_float ? eights::Codes::e4m3 : eights::Codes::int8;
   check(eights::launch(a, codes, w, {bytes, is_four ? pitch : k, pitch}, forced, stream));
   return y;
 }
@@ -133,7 +150,7 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::opti
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
   m.def(
       "eights_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? input_scale, str format, "
-      "int group_size=-1, int rows_of_block=0, int blocks_of_cluster=0, bool splits_columns=False) -> Tensor");
+      "int group_size=-1, int rows_of_block=0, int blocks_of_cluster=0, bool splits_columns=False, int at_once=-1) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("eights_linear", TORCH_BOX(&linear_of_eights)); }

@@ -5,10 +5,11 @@
 
 #include "activations.cuh"
 #include "eights.cuh"
+#include "eights_at_once.cuh"
 
 namespace lowbit::cuda {
 
-cudaError_t launch_activations(const Activations& a, Stored stored, cudaStream_t stream);
+cudaError_t launch_activations(Activations a, Stored stored, cudaStream_t stream);
 
 namespace eights {
 
@@ -24,6 +25,14 @@ enum class Codes { int8, e4m3, int4 };
 // How many rows x has room for: all that the last tile copies, since copies are slow where they leave a tensor. What lies in
 // the rows beyond M counts for nothing.
 constexpr int64_t rows_with_room(int64_t m) { return m <= 16 ? 16 : m <= 64 ? 64 : (m + 255) / 256 * 256; }
+
+// Boxes of `box_rows` rows and a stage's bytes of a matrix, for tensor copies; whether there is such a map.
+bool describe(CUtensorMap& map, const Operand& from, int64_t rows, int bits, int box_rows);
+
+// Blocks of a cluster where one kernel for rounding and multiplying is the faster way, for x whose rows lie on 16 bytes; else 0.
+int blocks_at_once(int64_t m, int64_t n, int64_t k);
+// `blocks`: of a cluster, 1, 2, 4 or 8.
+cudaError_t launch_at_once(AtOnce a, Codes codes, const Operand& w, bool x_is_half, int blocks, cudaStream_t stream);
 
 // `forced`: rows of x a block, blocks of a cluster, and whether they split the columns; zeros: chosen from the shape.
 cudaError_t launch(Product8 a, Codes codes, const Operand& w, const Operand& x, const int (&forced)[3], cudaStream_t stream);

@@ -36,6 +36,7 @@ __device__ void add(int32_t (&c)[T / 2], const uint32_t (&a)[4], uint64_t b, int
 // clang-format off
 #define LOWBIT_8(k, i) k(c[i]), k(c[i + 1]), k(c[i + 2]), k(c[i + 3]), k(c[i + 4]), k(c[i + 5]), k(c[i + 6]), k(c[i + 7])
 #define LOWBIT_32(k, i) LOWBIT_8(k, i), LOWBIT_8(k, i + 8), LOWBIT_8(k, i + 16), LOWBIT_8(k, i + 24)
+#define LOWBIT_NAMES_8 "%0, %1, %2, %3"
 #define LOWBIT_NAMES_16 \
   "%0, %1, %2, %3, %4, %5, %6, %7"
 #define LOWBIT_NAMES_64 \
@@ -55,6 +56,7 @@ __device__ void add(int32_t (&c)[T / 2], const uint32_t (&a)[4], uint64_t b, int
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define LOWBIT_SUMS_8(k) k(c[0]), k(c[1]), k(c[2]), k(c[3])
 #define LOWBIT_SUMS_16(k) LOWBIT_8(k, 0)
 #define LOWBIT_SUMS_64(k) LOWBIT_32(k, 0)
 #define LOWBIT_SUMS_128(k) LOWBIT_32(k, 0), LOWBIT_32(k, 32)
@@ -66,10 +68,12 @@ __device__ void add(int32_t (&c)[T / 2], const uint32_t (&a)[4], uint64_t b, int
                  "wgmma.mma_async.sync.aligned.m64n" #T "k32." types " {" LOWBIT_NAMES_##T "}, " a_at ", " b_at ", keep" signs ";\n\t}" \
                  : LOWBIT_SUMS_##T(constraint) : "l"(a), "l"(b), "r"(keep)); \
   }
+LOWBIT_PRODUCT(8, int32_t, "s32.s8.s8", "+r", "", "%4", "%5", "%6")
 LOWBIT_PRODUCT(16, int32_t, "s32.s8.s8", "+r", "", "%8", "%9", "%10")
 LOWBIT_PRODUCT(64, int32_t, "s32.s8.s8", "+r", "", "%32", "%33", "%34")
 LOWBIT_PRODUCT(128, int32_t, "s32.s8.s8", "+r", "", "%64", "%65", "%66")
 LOWBIT_PRODUCT(256, int32_t, "s32.s8.s8", "+r", "", "%128", "%129", "%130")
+LOWBIT_PRODUCT(8, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%4", "%5", "%6")
 LOWBIT_PRODUCT(16, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%8", "%9", "%10")
 LOWBIT_PRODUCT(64, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%32", "%33", "%34")
 LOWBIT_PRODUCT(128, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%64", "%65", "%66")
@@ -86,6 +90,8 @@ LOWBIT_PRODUCT_OF_REGISTERS(64, "%32", "%33", "%34", "%35", "%36", "%37")
 LOWBIT_PRODUCT_OF_REGISTERS(128, "%64", "%65", "%66", "%67", "%68", "%69")
 #undef LOWBIT_PRODUCT_OF_REGISTERS
 #undef LOWBIT_PRODUCT
+#undef LOWBIT_SUMS_8
+#undef LOWBIT_NAMES_8
 #undef LOWBIT_SUMS_16
 #undef LOWBIT_NAMES_16
 #undef LOWBIT_SUMS_64

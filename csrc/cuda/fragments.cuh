@@ -496,6 +496,7 @@ struct UnitPlan {
     p.scale_at = rows_of_tile * p.columns * bits / 8;
     p.zero_at = p.scale_at + rows_of_tile * p.groups * scale_size;
     p.size = (p.zero_at + (has_zero ? rows_of_tile * p.groups : 0) + 15) / 16 * 16;
+    if (!has_zero) p.zero_at = p.scale_at;  // what is read there without need lies in the unit, where nobody writes
     return p;
   }
 };

@@ -26,14 +26,18 @@ namespace lowbit::cuda {
 
 constexpr int columns_of_box = 64, before_x = 2;
 
+// Columns of W that blocks share out and work on at a time: all of a unit for few rows of x, which take little time.
+__host__ __device__ constexpr int columns_of_piece(int columns, int unit_columns) { return columns == 16 ? unit_columns : 256; }
+
 // How a block works: rows of x that it takes, columns of W whose products are under way together; the columns of a group (none
-// where a row is one), and whether its scale multiplies the sums of their products, or else the operands.
-template <int columns_, int batch_, int group_, bool is_exact_, Scaling scaling_>
+// where a row is one), and whether its scale multiplies the sums of their products, or else the operands; how many of those
+// batches are decoded before their products begin.
+template <int columns_, int batch_, int group_, bool is_exact_, Scaling scaling_, int ahead_ = 1>
 struct Shape {
-  static constexpr int columns = columns_, batch = batch_, group = group_;
+  static constexpr int columns = columns_, batch = batch_, group = group_, ahead = ahead_;
   static constexpr bool is_exact = is_exact_;
   static constexpr Scaling scaling = scaling_;
-  static constexpr int boxes_of_stage = columns == 16 ? 4 : columns == 64 ? 2 : 1, box_bytes = columns * columns_of_box * 2;
+  static constexpr int boxes_of_stage = columns == 16 ? 4 : columns <= 64 ? 2 : 1, box_bytes = columns * columns_of_box * 2;
   static constexpr int stage_columns = boxes_of_stage * columns_of_box, stage_bytes = boxes_of_stage * box_bytes;
   static constexpr int threads = workers_of_block + 128;
 };
@@ -66,9 +70,9 @@ template <class Codes>
 constexpr bool has_nan_of<Codes, std::enable_if_t<Codes::has_nan>> = true;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// The units of W and the columns of x that a block works on.
+// The pieces of W, each all of a unit or half of it, and the columns of x that a block works on.
 struct Share {
-  int first, last;  // units of a row
+  int first, last;  // pieces of a row
   int64_t first_tile;
   int first_row_of_x;
 };
@@ -86,8 +90,10 @@ template <class S>
 __device__ __forceinline__ void copy_weights(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
   const int tiles = static_cast<int>(min(static_cast<int64_t>(tiles_of_block), a.tiles - share.first_tile)), size = a.unit.size;
   const uint64_t policy = a.m <= S::columns ? read_once() : read_again();
-  for (int u = share.first; u < share.last; u++, ring.advance()) {
-    if (S::columns == 256 && u == share.first + before_x) wait_for_predecessors();
+  const int pieces = a.unit.columns / columns_of_piece(S::columns, a.unit.columns);
+  const int first = share.first / pieces, last = (share.last + pieces - 1) / pieces;
+  for (int u = first; u < last; u++, ring.advance()) {
+    if (S::columns == 256 && u == first + before_x) wait_for_predecessors();
     wait(ring.free + ring.stage, ring.parity ^ 1);
     expect(ring.full + ring.stage, tiles * size);
     for (int t = 0; t < tiles; t++)
@@ -98,7 +104,8 @@ __device__ __forceinline__ void copy_weights(const Gemm& a, const Share& share, 
 
 template <class S>
 __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
-  for (int c = share.first * a.unit.columns; c < share.last * a.unit.columns; c += S::stage_columns, ring.advance()) {
+  const int piece = columns_of_piece(S::columns, a.unit.columns);
+  for (int c = share.first * piece; c < share.last * piece; c += S::stage_columns, ring.advance()) {
     wait(ring.free + ring.stage, ring.parity ^ 1);
     expect(ring.full + ring.stage, S::stage_bytes);
 #pragma unroll
@@ -109,16 +116,23 @@ __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_
 }
 
 // The sums of a lane: rows lane / 4 and that + 8 of its warp's tile, columns 8 i + 2 (lane % 4) and that + 1 of x.
-// While the tensor cores multiply one batch of codes, the sums of the one before are scaled, and the next one is decoded.
+// While the tensor cores multiply some batches of codes, the sums of those before are scaled, and the next ones are decoded.
 template <class Codes, class T, class S>
 __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint8_t* memory, const uint8_t* units,
                                          uint8_t* table, Ring weights, Ring x, float (&total)[S::columns / 2]) {
-  constexpr int bits = Codes::bits, batch = S::batch, batches = Unit<bits, 0, false>::columns / batch;
+  constexpr int bits = Codes::bits, batch = S::batch, unit_columns = Unit<bits, 0, false>::columns;
+  constexpr int piece_columns = columns_of_piece(S::columns, unit_columns), pieces = unit_columns / piece_columns;
+  constexpr int batches = piece_columns / batch;
   constexpr int halves = batch / 16, steps = batch / 32, parts = S::is_exact ? Codes::parts : 1;
   constexpr int batches_of_group = S::is_exact ? S::group / batch : batches;
   constexpr bool has_zeros = Codes::takes_zero && (S::scaling == Scaling::plain || S::scaling == Scaling::own);
   constexpr bool has_groups = S::scaling != Scaling::row, has_rest = S::scaling == Scaling::plain;  // T may not hold the scales
-  static_assert(batches % 2 == 0 && (!S::is_exact || S::group % batch == 0));
+  // As many batches as are ahead may have their products under way; those before `behind` of them have ended.
+  constexpr int ahead = S::ahead, operands = 2 * ahead;
+  constexpr int behind = S::is_exact && batches_of_group < ahead ? batches_of_group : ahead;
+  constexpr int groups = batches / batches_of_group, kept_scales = groups < 4 ? groups : 4;
+  static_assert(!S::is_exact || batches_of_group - 1 + behind + ahead <= kept_scales * batches_of_group);
+  static_assert(batches % operands == 0 && (!S::is_exact || S::group % batch == 0));
   static_assert(batch % S::stage_columns == 0 || S::stage_columns % batch == 0);
   const int lane = threadIdx.x % 32, tile = threadIdx.x / 32;
   const auto constants = [&] {
@@ -139,8 +153,8 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   auto row = Codes::row(zeros.x), row8 = Codes::row(zeros.y);
   const uint32_t boxes_of_x = operand_b(shared_address(memory));
   float sum[2][S::is_exact ? S::columns / 2 : 1];
-  float2 scale[2] = {};
-  uint32_t operand[2][halves][parts][4];
+  float2 scale[4] = {};
+  uint32_t operand[operands][halves][parts][4];
   Held<bits> held[steps];
   Ring free = x;  // what the products have read to its end
   const auto free_x = [&](int g) {
@@ -155,7 +169,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
       hold_registers(sum[group % 2]);
 #pragma unroll
       for (int i = 0; i < S::columns / 2; i++)
-        total[i] = fmaf(i % 4 < 2 ? scale[group % 2].x : scale[group % 2].y, sum[group % 2][i], total[i]);
+        total[i] = fmaf(i % 4 < 2 ? scale[group % 4].x : scale[group % 4].y, sum[group % 2][i], total[i]);
     }
   };
   const auto sum_of = [&](int g) -> float (&)[S::columns / 2] {
@@ -166,9 +180,15 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   };
   const uint8_t* unit = units;
   GroupScales<S::scaling> scales(unit, a.unit, a.scale_type, lane);
-  const auto go_to_unit = [&] {
+  bool is_last_of_unit = true;
+  const auto go_to_piece = [&](int piece) {
     unit = units + (weights.stage * tiles_of_block + tile) * a.unit.size;
     scales = GroupScales<S::scaling>(unit, a.unit, a.scale_type, lane);
+    if (pieces == 1) return;
+    const int of_unit = piece % pieces;
+    unit += of_unit * (piece_columns * bits * rows_of_tile / 8);
+    scales.skip(of_unit * a.unit.groups / pieces);
+    is_last_of_unit = of_unit + 1 == pieces;
   };
   const auto read = [&](int g) {  // the codes of a batch; blocks of words last for several
 #pragma unroll
@@ -195,11 +215,11 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
           const float2 two = scales.template next<T>();
           of_row = parts_of<T>(two.x), of_row8 = parts_of<T>(two.y);
         } else {
-          const uint32_t two = scales.template next_exact<T>();
-          of_row.high = __byte_perm(two, 0, 0x1010), of_row8.high = __byte_perm(two, 0, 0x3232);
+          const uint2 two = scales.template next_exact<T>();
+          of_row.high = two.x, of_row8.high = two.y;
         }
       }
-      if (i == 0 && g % batches_of_group == 0) scale[g / batches_of_group % 2] = now;
+      if (i == 0 && g % batches_of_group == 0) scale[g / batches_of_group % 4] = now;
       uint32_t numbers[Codes::parts][4];
       if constexpr (has_nan_of<Codes>) {
         uint32_t seen[4];
@@ -214,9 +234,9 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
 #pragma unroll
       for (int p = 0; p < parts; p++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) operand[g % 2][i][p][j] = numbers[p][j];
+        for (int j = 0; j < 4; j++) operand[g % operands][i][p][j] = numbers[p][j];
     }
-    if (g + 1 == batches) {  // all of this unit is in registers
+    if (g + 1 == batches && is_last_of_unit) {  // all of this unit is in registers
       __syncwarp();
       if (lane == 0) arrive(weights.free + weights.stage);
       weights.advance();
@@ -224,9 +244,12 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   };
   if (share.first < share.last) {
     wait(weights.full + weights.stage, weights.parity);
-    go_to_unit();
-    read(0);
-    decode(0);
+    go_to_piece(share.first);
+#pragma unroll
+    for (int g = 0; g < ahead; g++) {
+      read(g);
+      decode(g);
+    }
   }
   hold_registers(total);
 #pragma unroll 1
@@ -239,30 +262,36 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
         const int at = (g * batch + i * 16) % S::stage_columns;
         if (at == 0) wait(x.full + x.stage, x.parity);
         if (at == 0 || i == 0) b = boxes_of_x + x.stage * (S::stage_bytes / 16);
-        if (i == 0) fence_products();
+        if (i == 0) {
+          fence_products();
+          if (g + ahead < batches) read(g + ahead);
+        }
 #pragma unroll
         for (int p = 0; p < parts; p++)
-          Product<S::columns, T>::add(sum_of(g), operand[g % 2][i][p],
+          Product<S::columns, T>::add(sum_of(g), operand[g % operands][i][p],
                                       b + at / columns_of_box * (S::box_bytes / 16) + at % columns_of_box / 8,
                                       !S::is_exact || i > 0 || p > 0 || g % batches_of_group > 0);
         if (at + 16 == S::stage_columns) x.advance();
       }
       commit_products();
-      if (g + 1 == batches) {
-        if (u + 1 < share.last) wait(weights.full + weights.stage, weights.parity);
-        go_to_unit();  // behind the last one there is no other: what is decoded then is not used
+      if (g + ahead == batches) {
+        if (u + 1 < share.last && (u + 1) % pieces == 0) wait(weights.full + weights.stage, weights.parity);
+        go_to_piece(u + 1);  // behind the last one there is no other: what is decoded then is not used
+        largest_used[0] = largest[0], largest_used[1] = largest[1];
       }
-      read((g + 1) % batches);
-      wait_for_products<1>();
-      if (g > 0 || (!S::is_exact && u > share.first)) free_x((g + batches - 1) % batches);
-      if (g > 0 && g % batches_of_group == 0) add(g - 1);
-      if (g + 1 == batches) largest_used[0] = largest[0], largest_used[1] = largest[1];
-      decode((g + 1) % batches);
+      if (g + ahead >= batches) read(g + ahead - batches);
+      wait_for_products<behind>();
+      if (g >= ahead || (!S::is_exact && u > share.first)) free_x((g + batches - ahead) % batches);
+      if (g >= behind && (g - behind + 1) % batches_of_group == 0) add(g - behind);
+      decode((g + ahead) % batches);
     }
-    if constexpr (S::is_exact) {  // at the end of a unit no products are under way
+    if constexpr (S::is_exact) {  // at the end of a piece no products are under way
       wait_for_products<0>();
-      free_x(batches - 1);
-      add(batches - 1);
+#pragma unroll
+      for (int g = batches - ahead; g < batches; g++) {
+        free_x(g);
+        if (g >= batches - behind && (g + 1) % batches_of_group == 0) add(g);
+      }
     }
   }
   wait_for_products<0>();
@@ -294,7 +323,7 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
   const Arrivals arrivals = {x.free + a.x_stages, x.free + a.x_stages + 1, x.free + a.x_stages + 2, x.free + a.x_stages + 3};
   const Part part = part_of(a);
   const int parts = a.blocks * part.clusters, mine = part.cluster * a.blocks + part.block;
-  const Share share = {a.units_of_row * mine / parts, a.units_of_row * (mine + 1) / parts,
+  const Share share = {a.pieces_of_row * mine / parts, a.pieces_of_row * (mine + 1) / parts,
                        static_cast<int64_t>(part.tile % blocks_of_rows(a)) * tiles_of_block,
                        static_cast<int>(part.tile / blocks_of_rows(a)) * S::columns};
   if (threadIdx.x == 0) {

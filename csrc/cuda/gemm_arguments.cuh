@@ -23,7 +23,7 @@ struct Gemm {
   const void* bias;           // [n] of x's type, or null
   void* y;                    // [m, n]
   int64_t n, tiles;
-  int m, units_of_row, group_shift, weight_stages, x_stages;
+  int m, units_of_row, pieces_of_row, group_shift, weight_stages, x_stages;
   int blocks;               // of a cluster, which share out the columns of W
   uint32_t alone;           // tiles of y that one cluster makes; two share out the columns for each of the others
   uint8_t* pairs;           // what the two leave for each other, behind a word of each block that tells whether it is there

@@ -98,8 +98,8 @@ Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::opti
   STD_TORCH_CHECK(known != nullptr, "no kernel for weights of the format ", format);
   STD_TORCH_CHECK(group_size == -1 || group_size == 16 || group_size == 32 || group_size == 64 || group_size == 128,
                   "group_size must be -1, 16, 32, 64 or 128, got ", group_size);
-  STD_TORCH_CHECK(columns == 0 || columns == 16 || columns == 64 || columns == 128 || columns == 256,
-                  "columns must be 0 (chosen), 16, 64, 128 or 256, got ", columns);
+  STD_TORCH_CHECK(columns == 0 || columns == 16 || columns == 32 || columns == 64 || columns == 128 || columns == 256,
+                  "columns must be 0 (chosen), 16, 32, 64, 128 or 256, got ", columns);
   STD_TORCH_CHECK(parts >= 0 && parts <= 4, "parts must be 0 (chosen) to 4, got ", parts);
   STD_TORCH_CHECK(shared >= 0 && shared <= 2, "shared must be 0 (chosen), 1 (no tiles) or 2 (those of the last turn), got ",
                   shared);

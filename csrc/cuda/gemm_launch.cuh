@@ -33,6 +33,8 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
   // of their own, no block has to wait until others have read what was copied: that is worth some stages.
   const int64_t tiles = (a.tiles + tiles_of_block - 1) / tiles_of_block * ((a.m + S::columns - 1) / S::columns);
   const int parts = a.alone == tiles ? a.blocks : 2 * a.blocks;
+  const int piece = columns_of_piece(S::columns, a.unit.columns);
+  a.pieces_of_row = static_cast<int>((k + piece - 1) / piece);
   const auto memory = [&] { return GemmMemory<S>(a.unit.size, a, table, 2048).total; };
   const auto fit = [&](int least_weights, int least_x) {
     a.x_stages = S::columns <= 64 ? 6 : 4;
@@ -77,12 +79,16 @@ inline unsigned long long word_of_launch() {
   return (z ^ z >> 31) | 1;
 }
 
-// Microseconds on an H200 that a block takes for what it does once, for meeting others of its cluster, for meeting another
-// cluster, and for 512 columns of its 128 rows where their codes are plain ones of four bits.
+// Microseconds on an H200 that a block takes for what it does once, for meeting each other one of its cluster, for meeting
+// another cluster, and for 512 columns of its 128 rows where their codes are plain ones of four bits. They were fitted to
+// measured times of all plans for square weights of 1024 to 8192 rows, and are right within a tenth.
 struct Cost {
   int columns;
   float once, meeting, pair, columns_512;
 };
+// What blocks that fill more than half of the device take more, since no other kernel can begin before they end; and which part
+// of the time for columns, since they share the memory.
+constexpr float crowded = 1.0f, shared_memory = 1.12f;
 
 // How many clusters of one to four blocks, whose multiprocessors they have for themselves, are on a device at once: not as many
 // as there are multiprocessors for, since those of a cluster must be neighbours. Asked once for each device.
@@ -127,33 +133,37 @@ struct Cut {
   float us = 1e30f;
 };
 
-// `decoding`: what 512 columns take more than those plain codes, into as many operands as that many rows of x need.
-template <class Decoding>
-Cut cut_of(const Gemm& a, GemmPlan plan, const AtOnce& at_once, bool has_16, bool has_many, Decoding decoding) {
-  static constexpr Cost costs[] = {{16, 3.0f, 1.0f, 1.3f, 1.2f},
-                                   {64, 3.0f, 1.5f, 1.7f, 2.05f},
-                                   {128, 3.0f, 2.0f, 2.4f, 2.95f},
-                                   {256, 2.5f, 3.0f, 6.6f, 5.0f}};
+// `decoding`: what 512 columns take more than those plain codes, into as many operands as that many rows of x
+// need; `takes`: whether there is a kernel for as many rows of x.
+template <class Takes, class Decoding>
+Cut cut_of(const Gemm& a, int64_t k, GemmPlan plan, const AtOnce& at_once, Takes takes, Decoding decoding) {
+  static constexpr Cost costs[] = {{16, 1.5f, 0.28f, 1.2f, 1.27f},
+                                   {32, 2.05f, 0.33f, 1.2f, 1.36f},
+                                   {64, 2.45f, 0.38f, 1.4f, 1.74f},
+                                   {128, 3.1f, 0.45f, 2.3f, 2.75f},
+                                   {256, 2.2f, 2.0f, 6.6f, 4.5f}};
   Cut best;
   for (const Cost& cost : costs) {
     if (plan.columns && cost.columns != plan.columns) continue;
-    if (cost.columns == 16 ? !has_16 : cost.columns > 64 && !has_many) continue;
+    if (!takes(cost.columns)) continue;
+    const int piece = columns_of_piece(cost.columns, a.unit.columns), pieces = static_cast<int>((k + piece - 1) / piece);
     const int64_t tiles = (a.tiles + tiles_of_block - 1) / tiles_of_block * ((a.m + cost.columns - 1) / cost.columns);
     for (int blocks = 1; blocks <= 4; blocks++) {
-      if (plan.parts ? blocks != plan.parts : blocks > a.units_of_row) continue;
-      const auto us_of = [&](int parts) {
-        const int units = (a.units_of_row + parts - 1) / parts;
-        const float of_units = units * (a.unit.columns / 512.0f) * (cost.columns_512 + decoding(cost.columns));
-        return cost.once + cost.meeting * (blocks > 1) + of_units;
-      };
+      if (plan.parts ? blocks != plan.parts : blocks > pieces) continue;
       const int64_t most = at_once.clusters[blocks];
-      const auto turns_of = [&](int64_t clusters) { return (clusters + most - 1) / most; };
+      const auto us_of = [&](int64_t clusters, int parts) {
+        const bool is_crowded = 2 * blocks * clusters > at_once.clusters[1];
+        const float each = cost.columns_512 * (is_crowded ? shared_memory : 1.0f) + decoding(cost.columns);
+        const int columns = (pieces + parts - 1) / parts * piece;
+        const float us = cost.once + cost.meeting * (blocks - 1) + (is_crowded ? crowded : 0.0f) + columns / 512.0f * each;
+        return us * static_cast<float>((clusters + most - 1) / most);
+      };
       const int64_t last = tiles % most;
       for (const int64_t shared : {int64_t{0}, last}) {  // none, or those of the last turn
         const bool is_shared = shared > 0;
-        if (plan.shared == 0 ? is_shared && a.units_of_row < 2 * blocks : (plan.shared == 2 && last > 0) != is_shared) continue;
-        float us = turns_of(tiles - shared) * us_of(blocks);
-        if (is_shared) us += turns_of(2 * shared) * (us_of(2 * blocks) + cost.pair);
+        if (plan.shared == 0 ? is_shared && pieces < 2 * blocks : (plan.shared == 2 && last > 0) != is_shared) continue;
+        float us = us_of(tiles - shared, blocks);
+        if (is_shared) us += us_of(2 * shared, 2 * blocks) + cost.pair * static_cast<float>((2 * shared + most - 1) / most);
         if (us < best.us) best = {cost.columns, blocks, tiles - shared, us};
       }
     }
@@ -161,10 +171,10 @@ Cut cut_of(const Gemm& a, GemmPlan plan, const AtOnce& at_once, bool has_16, boo
   return best;
 }
 
-// Kernels whose operands are codes. Products of a whole group are under way together where registers hold as many operands.
+// Kernels whose operands are codes. Those of two parts take so many registers that batches are small.
 template <class Codes, Scaling scaling, int columns, int group>
-using ExactShape =
-    Shape<columns, std::min(Codes::parts == 1 ? 128 : scaling == Scaling::plain ? 32 : 64, group), group, true, scaling>;
+using ExactShape = Shape<columns, (Codes::parts > 1) ? 32 : std::min(columns == 64 ? 64 : 128, group), group, true, scaling,
+                         Codes::parts>;
 template <class Codes, class T, Scaling scaling, int columns>
 LaunchShape exact_of(int group) {
   return group == 32   ? launch_shape<Codes, T, ExactShape<Codes, scaling, columns, 32>>
@@ -172,21 +182,25 @@ LaunchShape exact_of(int group) {
                        : launch_shape<Codes, T, ExactShape<Codes, scaling, columns, 128>>;
 }
 
-// Kernels whose operands are weights.
+// Kernels whose operands are weights, for `least` rows of x and more.
 template <class Codes, class T, Scaling scaling, int group, int least = 16>
 LaunchShape weights_of(int columns) {
-  if constexpr (least == 16)
+  constexpr bool is_table = Codes::parts > 1;
+  if constexpr (least <= 16)
     if (columns == 16) return launch_shape<Codes, T, Shape<16, 128, group, false, scaling>>;
+  if constexpr (least <= 32)
+    if (columns == 32) return launch_shape<Codes, T, Shape<32, is_table ? 32 : 128, group, false, scaling, is_table ? 2 : 1>>;
   if constexpr (least <= 64)
-    if (columns == 64) return launch_shape<Codes, T, Shape<64, 128, group, false, scaling>>;
+    if (columns == 64) return launch_shape<Codes, T, Shape<64, is_table ? 32 : 128, group, false, scaling, is_table ? 2 : 1>>;
   return columns == 128 ? launch_shape<Codes, T, Shape<128, 64, group, false, scaling>>
                         : launch_shape<Codes, T, Shape<256, 64, group, false, scaling>>;
 }
 template <class Codes, class T, Scaling scaling>
 LaunchShape rounded_of(int columns, int group) {
-  return group == 32   ? weights_of<Codes, T, scaling, 32, 128>(columns)
-         : group == 64 ? weights_of<Codes, T, scaling, 64, 128>(columns)
-                       : weights_of<Codes, T, scaling, 128, 128>(columns);
+  constexpr int least = Codes::parts > 1 ? 32 : 128;  // operands of one part are as good as codes for few rows
+  return group == 32   ? weights_of<Codes, T, scaling, 32, least>(columns)
+         : group == 64 ? weights_of<Codes, T, scaling, 64, least>(columns)
+                       : weights_of<Codes, T, scaling, 128, least>(columns);
 }
 
 template <class Codes, class T>
@@ -201,28 +215,32 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
   if (group && (is_e4m3 ? group != 16 : is_e8m0 ? group != 32 : group == 16)) return cudaErrorInvalidValue;
   // Weights are operands for many rows of x where they may be rounded, and for few ones where they are codes, or are not rounded.
   const bool weights_few = group ? is_narrow && rounds_nothing : !is_table, weights_many = weights_few || (may_round && a.m > 64);
-  const bool has_16 = weights_few || (group && is_own);
-  const auto decoding = [&](int of) {
-    if (is_table) return of == 64 ? 1.8f : of == 256 ? 0.9f : 1.2f;
-    const float own = is_integer ? (Codes::bits <= 4 ? 0.0f : Codes::bits == 8 ? 0.15f : 0.45f)
-                                 : (Codes::bits == 4 ? 0.45f : Codes::bits == 6 ? 0.8f : 0.7f);
-    return (own + (is_narrow ? 0.25f : 0.0f)) * (of == 256 ? 0.5f : 1.0f);
+  const auto are_weights = [&](int columns) { return weights_few || columns > 64 || (is_table && group && weights_many); };
+  const auto takes = [&](int columns) {
+    if (are_weights(columns)) return weights_few || (weights_many && columns > 16);
+    return columns == 64 || (group && is_own);
+  };
+  const auto decoding = [&](int columns) {
+    if (is_table) return !are_weights(columns) ? 1.85f : columns == 256 ? 0.6f : columns == 128 ? 1.2f : 1.0f;
+    const float own = is_integer ? (Codes::bits <= 4 ? 0.0f : Codes::bits == 8 ? 0.15f : 0.3f)
+                                 : (Codes::bits == 4 ? 0.25f : Codes::bits == 6 ? 0.35f : 0.55f);
+    return (own + (is_narrow ? 0.2f : 0.0f)) * (columns == 256 ? 0.6f : 1.0f);
   };
   using Some = ExactShape<Codes, Scaling::plain, 64, 128>;
   AtOnce at_once = {};
   if (const cudaError_t error = clusters_at_once(tiles_gemm<Codes, T, Some>, Some::threads, 220 * 1024, at_once);
       error != cudaSuccess)
     return error;
-  const Cut cut = cut_of(a, plan, at_once, has_16, weights_many, decoding);
+  const Cut cut = cut_of(a, k, plan, at_once, takes, decoding);
   const int columns = cut.columns;
   if (columns == 0) return cudaErrorInvalidValue;  // a plan that is not for such weights
   a.blocks = cut.blocks;
   a.alone = static_cast<uint32_t>(cut.alone);
 
   LaunchShape launch = nullptr;
-  if (columns > 64 || weights_few) {
+  if (are_weights(columns)) {
     if (!group) {
-      launch = weights_of<Codes, T, Scaling::row, 128>(columns);
+      launch = weights_of<Codes, T, Scaling::row, 128, is_table ? 128 : 16>(columns);
     } else if (!is_narrow) {
       launch = is_own ? rounded_of<Codes, T, Scaling::own>(columns, group) : rounded_of<Codes, T, Scaling::plain>(columns, group);
     } else if (is_e8m0) {
@@ -235,6 +253,7 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
   } else if (!is_narrow) {
     launch = !is_own         ? exact_of<Codes, T, Scaling::plain, 64>(group)
              : columns == 16 ? exact_of<Codes, T, Scaling::own, 16>(group)
+             : columns == 32 ? exact_of<Codes, T, Scaling::own, 32>(group)
                              : exact_of<Codes, T, Scaling::own, 64>(group);
   } else if (is_e8m0) {
     if constexpr (takes_e8m0) launch = launch_shape<Codes, T, Shape<64, 32, 32, true, Scaling::e8m0>>;

@@ -8,6 +8,12 @@ namespace lowbit::cuda {
 // Which scales a kernel reads in units: fp32 and 16 bits, those of x's own type, one of the narrow ones, or, of rows, none.
 enum class Scaling { plain, own, e8m0, e4m3, row };
 
+__device__ __forceinline__ uint32_t twice_in_bfloat16(float number) {
+  uint32_t two;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(two) : "f"(number));
+  return two;
+}
+
 template <Scaling scaling>
 struct GroupScales {
   const uint8_t *scales, *zeros;
@@ -19,6 +25,11 @@ struct GroupScales {
     scales = unit + plan.scale_at + lane / 4 * 2 * size;
     zeros = unit + plan.zero_at + lane / 4 * 2;
     step = rows_of_tile * size;
+  }
+
+  __device__ __forceinline__ void skip(int groups) {
+    scales += groups * step;
+    zeros += groups * rows_of_tile;
   }
 
   // `T`: the type of x.
@@ -42,23 +53,29 @@ struct GroupScales {
     }
   }
 
-  // The same as two numbers of T where T holds them: its own, powers of two in bfloat16, e4m3 in both types.
+  // The same as numbers of T, each twice, where T holds them: its own, powers of two in bfloat16, e4m3 in both types.
   template <class T>
-  __device__ __forceinline__ uint32_t next_exact() {
-    if constexpr (scaling == Scaling::own) {
-      const uint8_t* at = scales;
-      scales += step;
-      return *reinterpret_cast<const uint32_t*>(at);
-    }
-    const uint32_t two = __byte_perm(*reinterpret_cast<const uint16_t*>(scales), 0, 0x4140);
+  __device__ __forceinline__ uint2 next_exact() {
+    const uint8_t* at = scales;
     scales += step;
-    if constexpr (scaling == Scaling::e8m0) {  // 0 is a subnormal, 255 is NaN
-      const uint32_t is_some = two + 0x00ff00ffu, is_last = two + 0x00010001u;
-      return two << 7 | ((~is_some | is_last) & 0x01000100u) >> 2;
+    if constexpr (scaling == Scaling::own) {
+      const uint32_t two = *reinterpret_cast<const uint32_t*>(at);
+      return {__byte_perm(two, 0, 0x1010), __byte_perm(two, 0, 0x3232)};
+    }
+    const uint32_t codes = *reinterpret_cast<const uint16_t*>(at);
+    if constexpr (scaling == Scaling::e8m0) {  // the least is a subnormal; the last, infinity here, times zero is NaN
+      const uint32_t two = __vmaxu2(__byte_perm(codes, 0, 0x4140) << 7, 0x00400040u);
+      const uint32_t numbers = fused<T>(two, 0, two);
+      return {__byte_perm(numbers, 0, 0x1010), __byte_perm(numbers, 0, 0x3232)};
     } else {
-      const uint32_t is_nan = ((two & 0x007f007fu) + 0x00010001u) & 0x00800080u;
-      const uint32_t small = (two & 0x007f007fu) << (Sixteen<T>::mantissa - 3) | (two & 0x00800080u) << 8;
-      return fused<T>(small, two_powers<T>(Sixteen<T>::bias - 7), 0x80008000u) | is_nan * 0xff;
+      uint32_t halves;
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+      if constexpr (std::is_same_v<T, __half>) {
+        return {__byte_perm(halves, 0, 0x1010), __byte_perm(halves, 0, 0x3232)};
+      } else {
+        const float2 numbers = __half22float2(reinterpret_cast<const __half2&>(halves));
+        return {twice_in_bfloat16(numbers.x), twice_in_bfloat16(numbers.y)};
+      }
     }
   }
 

@@ -48,9 +48,9 @@ bool is_known(int64_t bits, int64_t exponent, int64_t group, ScaleType scale) {
 }
 
 Tensor linear_by_halves(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any,
-                        std::optional<Tensor> outer_any, std::optional<Tensor> bias_any, int64_t bits, int64_t exponent,
-                        bool is_signed, int64_t group_size, bool scale_is_e8m0, double factor, int64_t warps, int64_t stages,
-                        int64_t early_stages, int64_t blocks_of_cluster) {
+                        std::optional<Tensor> outer_any, std::optional<Tensor> bias_any, int64_t kind, int64_t warps,
+                        int64_t stages, int64_t early_stages, int64_t blocks_of_cluster) {
+  const auto [bits, exponent, group_size, is_signed, scale_is_e8m0, factor] = Kind(kind);
   const ScalarType dtype = x_any.scalar_type();
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
                   "x must be float16 or bfloat16 [..., K] on a CUDA device");
@@ -81,7 +81,7 @@ Tensor linear_by_halves(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   a.has_zero = zero_any.has_value();
   STD_TORCH_CHECK(!a.has_zero || exponent == 0, "a zero point goes with integers");
   a.is_signed = is_signed;
-  a.factor = static_cast<float>(factor);
+  a.factor = factor;
   a.unit = UnitPlan::of(static_cast<int>(bits), static_cast<int>(group_size), size_of(a.scale_type), a.has_zero);
   while (1 << a.group_shift < a.unit.group) a.group_shift++;
   a.tiles = (a.n + rows_of_tile - 1) / rows_of_tile;
@@ -134,8 +134,8 @@ Tensor linear_by_halves(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
   m.def(
-      "halves_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int bits, "
-      "int exponent, bool is_signed, int group_size, bool scale_is_e8m0, float factor, int warps=0, int stages=0, "
+      "halves_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int kind, "
+      "int warps=0, int stages=0, "
       "int early_stages=0, int blocks_of_cluster=0) -> Tensor");
 }
 

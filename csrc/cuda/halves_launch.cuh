@@ -59,7 +59,7 @@ void share_out(Halves& a, const Gpu& device, bool has_ring, HalvesPlan plan) {
     const int fewest = has_ring ? 2 : 0;
     for (int tiles : {tiles_of_turn <= 4 && a.passes == 1 ? tiles_of_turn : 2, 1}) {
       a.tiles_of_batch = a.turns * tiles;
-      a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 2 * octets, units_of_warp)) : 0;
+      a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 4, units_of_warp)) : 0;
       while (a.stages > fewest && memory_of(a, octets, a.stages, table_bytes).all > device.memory) a.stages--;
       a.at = memory_of(a, octets, a.stages, table_bytes);
       if (a.at.all <= device.memory) return;
@@ -88,12 +88,15 @@ cudaError_t launch_halves_kernel(Halves a, HalvesPlan plan, cudaStream_t stream)
   const bool is_early = has_ring && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
 
   share_out<F, octets>(a, device, has_ring, plan);
-  a.early_stages = !is_early ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : a.stages - 1);
+  // One early copy a warp where there is little x: more of them would be ahead of it.
+  const int usual = octets == 1 ? 1 : a.stages - 1;
+  a.early_stages = !is_early ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : usual);
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(a.clusters * a.blocks_of_cluster));
   config.blockDim = dim3(32, a.slices_of_pass, a.turns);
-  config.dynamicSmemBytes = a.at.all;
+  // Two blocks fill a multiprocessor: else those that start early would gather where the kernel before leaves most room.
+  config.dynamicSmemBytes = is_early ? std::max(a.at.all, device.memory / 3) : a.at.all;
   config.stream = stream;
   cudaLaunchAttribute attributes[2] = {};
   config.attrs = attributes;

@@ -37,6 +37,21 @@ inline torch::stable::Tensor empty_like(const torch::stable::Tensor& like, const
   return torch::stable::Tensor(made);
 }
 
+// How a weight is to be decoded, in one number, as lowbit_kernels/cuda.py writes it: each argument of an operator costs time.
+struct Kind {
+  int64_t bits, exponent, group_size;  // exponent: bits of a float's, 0 for integers, -1 for a table; group_size: -1 for the row
+  bool is_signed, scale_is_e8m0;
+  float factor;
+
+  explicit Kind(int64_t kind)
+      : bits(kind & 15),
+        exponent((kind >> 4 & 15) - 1),
+        group_size((kind >> 16) - 1),
+        is_signed(kind >> 8 & 1),
+        scale_is_e8m0(kind >> 9 & 1),
+        factor(1.0f / static_cast<float>(uint64_t{1} << (kind >> 10 & 63))) {}
+};
+
 // While it lives, `device` is the current one; where it is already, nothing is asked of torch.
 class OnDevice {
  public:

@@ -70,9 +70,9 @@ bool is_known(int64_t bits, int64_t exponent, int64_t group, const Tensor& scale
 }
 
 Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any,
-                        std::optional<Tensor> outer_any, std::optional<Tensor> bias_any, int64_t bits, int64_t exponent,
-                        int64_t group_size, bool scale_is_e8m0, double factor, int64_t column_warps,
+                        std::optional<Tensor> outer_any, std::optional<Tensor> bias_any, int64_t kind, int64_t column_warps,
                         int64_t tile_warps, int64_t stages, int64_t most_under_way, int64_t early) {
+  [[maybe_unused]] const auto [bits, exponent, group_size, is_signed, scale_is_e8m0, factor] = Kind(kind);
   const ScalarType dtype = x_any.scalar_type();
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
                   "x must be float16 or bfloat16 [..., K] on a CUDA device");
@@ -104,7 +104,7 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   a.scale_stored = stored_as(scale);
   a.scale_size = scale.scalar_type() == ScalarType::Byte ? 1 : a.scale_stored == Stored::float32 ? 4 : 2;
   a.has_zero = zero_any.has_value();
-  a.factor = static_cast<float>(factor);
+  a.factor = factor;
   STD_TORCH_CHECK(!a.has_zero || exponent == 0, "a zero point goes with integers");
   const int columns = bits <= 4 ? 512 : 256, groups = group_size == -1 ? 0 : columns / static_cast<int>(group_size);
   a.tiles = (a.n + rows_of_tile - 1) / rows_of_tile;
@@ -140,7 +140,7 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();
   a.x_is_half = dtype == ScalarType::Half;
-  a.x_on_4_bytes = reinterpret_cast<uintptr_t>(a.x) % 4 == 0 && a.k % 2 == 0;
+  a.x_on_16_bytes = reinterpret_cast<uintptr_t>(a.x) % 16 == 0 && (m == 1 || a.k % 8 == 0);
 
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
@@ -155,8 +155,8 @@ Tensor linear_by_digits(Tensor x_any, Tensor packed_any, Tensor scale_any, std::
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
   m.def(
-      "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int bits, "
-      "int exponent, int group_size, bool scale_is_e8m0, float factor, int column_warps=0, int tile_warps=0, int stages=0, int most_under_way=0, int early=0) -> Tensor");
+      "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int kind, "
+      "int column_warps=0, int tile_warps=0, int stages=0, int most_under_way=0, int early=0) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("digits_linear", TORCH_BOX(&linear_by_digits)); }

@@ -59,6 +59,26 @@ LOWBIT_PRODUCT_16(__nv_bfloat16, "bf16")
 LOWBIT_PRODUCT_16(__half, "f16")
 #undef LOWBIT_PRODUCT_16
 
+#define LOWBIT_PRODUCT_32(T, name)                                                                                             \
+template <>                                                                                                                    \
+struct Product<32, T> {                                                                                                        \
+  __device__ static __forceinline__ void add(float (&c)[16], const uint32_t (&a)[4], uint32_t b, int keep) {                   \
+    asm volatile(                                                                                                              \
+        "{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %21, 0;\n\t"                                                               \
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." name "." name " {"                                                       \
+          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"                                               \
+        "}, {%16, %17, %18, %19}, %20, keep, 1, 1, 0;\n\t}"                                                                    \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]),                                                                      \
+          "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),                                                                      \
+          "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]),                                                                    \
+          "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])                                                                   \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description(b)), "r"(keep));                                         \
+  }                                                                                                                            \
+};
+LOWBIT_PRODUCT_32(__nv_bfloat16, "bf16")
+LOWBIT_PRODUCT_32(__half, "f16")
+#undef LOWBIT_PRODUCT_32
+
 #define LOWBIT_PRODUCT_64(T, name)                                                                                             \
 template <>                                                                                                                    \
 struct Product<64, T> {                                                                                                        \

@@ -1,0 +1,215 @@
+// A block's part of x rounded into shared memory, in the order that tensor copies have: what eights_at_once does before it
+// multiplies. The largest magnitudes of the parts of a row meet first: each block writes its own into the memory of the others.
+#pragma once
+
+#include "activations.cuh"
+#include "eights.cuh"
+
+namespace lowbit::cuda::eights {
+
+struct AtOnce {
+  Product8 product;
+  const void* x;             // [m, k] in rows on 16 bytes, whose k is a multiple of 8
+  const float* fixed_scale;  // or null: each row its own
+  int k;
+  int most_rows, most_steps;  // of x in a block
+};
+
+constexpr int columns_of_segment = 256, warps_that_multiply = threads_that_multiply / 32;
+constexpr int early_stages = 4;  // whose W is copied before x, which would else wait behind more of it
+// Rows of x in a tile; columns of a block, and parts of 256 columns that a warp rounds, beyond which a kernel for x alone costs
+// less.
+constexpr int most_rows_at_once = 16, most_columns_at_once = 4096, most_segments_of_warp = 4;
+
+// Where things are in a block's shared memory, behind the ring of W.
+template <int T>
+struct AtOnceMemory {
+  static constexpr int bytes_of_sums = T * rows_of_block * 4;
+  int x, floats, sums, most, divisors, barriers, all;  // x: its codes; floats: as it came
+
+  __host__ __device__ static AtOnceMemory of(int stages, int steps, int rows, int blocks) {
+    AtOnceMemory at = {};
+    at.x = stages * bytes_of_w<8>;
+    at.floats = at.x + steps * T * columns_of_stage;
+    at.sums = at.floats + steps * rows * columns_of_stage * 2;
+    at.most = at.sums + (blocks > 1 ? bytes_of_sums : 0);
+    at.divisors = at.most + blocks * T * 4;
+    at.barriers = at.divisors + T * 16;
+    at.all = at.barriers + (2 * stages + 3) * 8 + 1024;
+    return at;
+  }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ __forceinline__ void copy_row(uint32_t to, const void* from, int size, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(size), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// One number, and four, to an address of another block of the cluster, whose barrier counts the bytes.
+__device__ __forceinline__ void send(uint32_t there, uint32_t number, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there), "r"(number),
+               "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void send(uint32_t there, int4 four, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
+               "r"(four.x), "r"(four.y), "r"(four.z), "r"(four.w), "r"(barrier)
+               : "memory");
+}
+
+// Until what other blocks send has come.
+__device__ __forceinline__ void wait_for_sent(uint32_t barrier) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n\t"
+      "again_%=:\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t"
+      "@!done bra again_%=;\n\t}" ::"r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void wait_for_multipliers() {
+  asm volatile("bar.sync 1, %0;" ::"n"(threads_that_multiply) : "memory");
+}
+
+// A row's scale and what divides by it.
+struct RowDivisor {
+  float scale;
+  Divisor by;
+};
+static_assert(sizeof(RowDivisor) == 16);
+
+// The codes of eight numbers by one multiplication each, where none of them is so near to the middle between two integers that
+// the quotient's rounding could matter; else by division. With a reciprocal within 2^-24 of it, and |x / scale| below 128, the
+// product is within 2^-17 of the quotient, and the rounded quotient within 2^-18.
+template <bool is_float, class X>
+__device__ __forceinline__ uint2 codes_of_usual(const Chunk<X>& chunk, const Divisor& by) {
+  if constexpr (is_float) {
+    return codes_of<true, false>(chunk, by);
+  } else {
+    constexpr float magic = 12582912.0f, most_certain = 0.5f - 0x1p-16f;  // 1.5 x 2^23: the sum's last bits are the integer
+    uint32_t words[2];
+    float most = 0;
+#pragma unroll
+    for (int w = 0; w < 2; w++) {
+      uint32_t whole[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float x = chunk.get(4 * w + i), sum = __fmaf_rn(x, by.reciprocal, magic);
+        most = fmaxf(most, fabsf(__fmaf_rn(x, by.reciprocal, magic - sum)));
+        whole[i] = __float_as_uint(sum);
+      }
+      words[w] = __byte_perm(__byte_perm(whole[0], whole[1], 0x0040), __byte_perm(whole[2], whole[3], 0x0040), 0x5410);
+    }
+    return most <= most_certain ? uint2{words[0], words[1]} : codes_of<false, false>(chunk, by);
+  }
+}
+
+// The part of x that a block has: `rows` of it, 256 columns of one row at a time in a warp.
+template <class Number, class X, int T>
+struct PartOfX {
+  static constexpr bool is_float = std::is_same_v<Number, float>;
+  const X* floats;                         // in shared memory, rows of `filled`
+  int rows, columns, filled, segments;     // columns that are there, and with the zeros behind them; segments of a row
+  uint32_t inverse;                        // 2^32 / segments, rounded up
+  uint32_t to;                             // in shared memory
+
+  __device__ int count() const { return rows * segments; }
+  __device__ int row_of(int segment) const { return segments == 1 ? segment : static_cast<int>(__umulhi(segment, inverse)); }
+  __device__ int column_of(int segment, int row) const {
+    return (segment - row * segments) * columns_of_segment + threadIdx.x % 32 * chunk_of_activations;
+  }
+  __device__ Chunk<X> load(int row, int column) const {
+    Chunk<X> chunk;
+    chunk.clear();
+    if (column < columns) chunk.load(floats + row * filled + column);
+    return chunk;
+  }
+
+  // Into `most` of each row, of shared memory, which is zero before.
+  __device__ void find_most(uint32_t* most) const {
+#pragma unroll 4
+    for (int segment = threadIdx.x / 32; segment < count(); segment += warps_that_multiply) {
+      const int row = row_of(segment);
+      const uint32_t found = __reduce_max_sync(~0u, load(row, column_of(segment, row)).most());
+      if (threadIdx.x % 32 == 0) atomicMax(most + row, found);
+    }
+  }
+
+  // `is_usual`: whether all scales are of the usual sizes, and those of their rows.
+  template <bool is_usual>
+  __device__ void round(const RowDivisor* divisors) const {
+    constexpr int unrolled = is_usual ? 4 : 1;
+#pragma unroll unrolled
+    for (int segment = threadIdx.x / 32; segment < count(); segment += warps_that_multiply) {
+      const int row = row_of(segment), column = column_of(segment, row), place = column / 16 % 8 ^ row % 8;
+      const Chunk<X> chunk = load(row, column);
+      const Divisor by = divisors[row].by;
+      uint2 eight;
+      if constexpr (is_usual) {
+        eight = codes_of_usual<is_float>(chunk, by);
+      } else {
+        eight = codes_of<is_float, true>(chunk, by);
+      }
+      if (column < filled)
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + (column / columns_of_stage * T + row) * columns_of_stage +
+                                                              place * 16 + column % 16),
+                     "r"(eight.x), "r"(eight.y)
+                     : "memory");
+    }
+  }
+};
+
+template <class Number, class X, int T>
+__device__ __forceinline__ void round_part(const AtOnce& a, const PartOfX<Number, X, T>& part, uint8_t* memory,
+                                           const AtOnceMemory<T>& at, uint32_t arrived) {
+  const int blocks = a.product.blocks_of_cluster, thread = threadIdx.x, block = blocks > 1 ? block_of_cluster() : 0;
+  uint32_t* const most = reinterpret_cast<uint32_t*>(memory + at.most);  // [block] of [T]
+  RowDivisor* const divisors = reinterpret_cast<RowDivisor*>(memory + at.divisors);
+  if (!a.fixed_scale) {
+    // What this block finds is gathered where the scales will be: others may write to `most` by now.
+    uint32_t* const mine = blocks > 1 ? reinterpret_cast<uint32_t*>(divisors) : most;
+    part.find_most(mine);
+    wait_for_multipliers();
+    if (blocks > 1) {
+#pragma unroll 1
+      for (int i = thread; i < part.rows * blocks; i += threads_that_multiply) {
+        const int other = i / part.rows, row = i - other * part.rows;
+        send(address_in(shared_address(most + block * T + row), other), mine[row], address_in(arrived, other));
+      }
+      wait_for_multipliers();  // `mine` has been read
+      wait_for_sent(arrived);
+    }
+  }
+  bool is_usual = !a.fixed_scale;
+  if (thread < part.rows) {
+    float scale;
+    if (a.fixed_scale) {
+      scale = *a.fixed_scale;
+    } else {
+      uint32_t all = 0;
+#pragma unroll 1
+      for (int other = 0; other < blocks; other++) all = max(all, most[other * T + thread]);
+      scale = __fdiv_rn(__uint_as_float(all), part.is_float ? 448.0f : 127.0f);
+    }
+    if (!isfinite(scale)) scale = __int_as_float(0x7fffffff);  // the codes of such a row stand for NaN
+    const Divisor by(scale);
+    is_usual &= by.factor == 1.0f;
+    divisors[thread] = {scale, by};
+  }
+  if (synchronize_and(1, threads_that_multiply, is_usual)) {
+    part.template round<true>(divisors);
+  } else {
+    part.template round<false>(divisors);
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tensor cores read what was stored here
+  wait_for_multipliers();
+}
+
+#endif
+
+}  // namespace lowbit::cuda::eights
