@@ -1,15 +1,16 @@
-"""Rows for what csrc compiles for the CPU: linear for up to eight rows of x, from the canonical packing.
+"""Rows for what csrc compiles for the CPU: linear for few rows of x, from the canonical packing.
 
 The library is loaded when a call first asks for it. It takes a format and the format of the scales as tables of
 numbers, so it runs every format, those that are added at run time too. Where the processor has integer dot products,
-weights of other widths than four and eight bits whose numbers are small integers times a power of two are multiplied with
-digits of x.
+weights whose numbers are small integers times a power of two are multiplied with digits of x.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,9 +20,9 @@ from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from .bound import Bound, Product
 from .build import CPU
-from .registry import Kernel, register
+from .registry import Call, Kernel, register
 
-__all__ = ["available", "digits_linear", "linear"]
+__all__ = ["available", "byte_table", "digits_linear", "linear", "number_table", "quantized_linear", "two_digits_linear"]
 
 
 def available() -> str | None:
@@ -32,7 +33,7 @@ def available() -> str | None:
 _tables: dict[str, tuple[Format, Tensor]] = {}
 
 
-def _values(name: str) -> Tensor:
+def number_table(name: str) -> Tensor:
     """The numbers of a format, float32 [2**bits]. Kept by name, because hashing 256 numbers takes as long as a small
     layer; a name that came to mean another format is looked up anew."""
     known = _tables.get(name)
@@ -40,6 +41,12 @@ def _values(name: str) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             known = _tables[name] = (FORMATS[name], torch.tensor(FORMATS[name].values, dtype=torch.float32))
     return known[1]
+
+
+def byte_table(name: str) -> Tensor:
+    """A number for each byte, float32 [256]: scales take one each, however few bits their codes have."""
+    values = number_table(name)
+    return torch.nn.functional.pad(values, (0, 256 - values.numel())) if values.numel() < 256 else values
 
 
 @Bound
@@ -50,13 +57,19 @@ def linear(scheme: Scheme) -> Product:
 
 @Bound
 def digits_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for one or two rows of ``x``: exact integers times the digits of ``x``."""
-    return _product(torch.ops.lowbit_cpu.digits_linear.default, scheme)
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times three digits of ``x``."""
+    return _product(torch.ops.lowbit_cpu.digits_linear.default, scheme, 3)
 
 
-def _product(multiply: Callable[..., Tensor], scheme: Scheme) -> Product:
-    scales = None if scheme.scale in PLAIN_SCALES else _of_a_byte(_values(scheme.scale))
-    how = (_values(scheme.format), scales, scheme.group_size)
+@Bound
+def two_digits_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times two digits of ``x``."""
+    return _product(torch.ops.lowbit_cpu.digits_linear.default, scheme, 2)
+
+
+def _product(multiply: Callable[..., Tensor], scheme: Scheme, *more: int) -> Product:
+    scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
+    how = (number_table(scheme.format), scales, scheme.group_size, *more)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
@@ -70,41 +83,87 @@ def _digits_available() -> str | None:
     """Why this processor cannot multiply digits, with the remedy; None if it can."""
     if (missing := CPU.missing()) is not None:
         return missing
-    if torch.ops.lowbit_cpu.takes_digits(_values("int8")):
+    if torch.ops.lowbit_cpu.takes_digits(number_table("int8"), False):
         return None
+    if (forced := os.environ.get("LOWBIT_CPU", "")) not in ("", "avx512"):
+        return f"LOWBIT_CPU={forced} leaves AVX-512 out: cpu_gemv takes every instruction set"
     return "the processor has no AVX-512 with VBMI and VNNI: cpu_gemv takes every processor"
 
 
-def _are_of_a_byte(values: tuple[float, ...]) -> bool:
-    """Whether numbers are integers times a power of two, the largest less than 256 above the least."""
-    if not all(map(math.isfinite, values)):
+def _columns_of_a_lane(bits: int) -> int:
+    """Columns whose products one sum of the kernel holds: it takes as many at a time as make the widest plane 64 bytes."""
+    return 4 * (8 >> (bits.bit_length() - 1))
+
+
+def _are_small_integers(fmt: Format) -> bool:
+    """Whether numbers are integers of a byte times a power of two, such that the sums of a lane hold in 32 bits: a table only
+    for six bits or fewer, and 512 times the 22 bits of x at most."""
+    values = tuple(map(float, fmt.values))
+    if fmt.bits < 2 or not all(map(math.isfinite, values)):
         return False
     scaled = next(([v * 2**log for v in values] for log in range(9) if all((v * 2**log).is_integer() for v in values)), None)
-    return scaled is not None and max(scaled) - min(scaled) <= 255
+    if scaled is None or max(scaled) - min(scaled) > 255 or max(map(abs, scaled)) * _columns_of_a_lane(fmt.bits) > 512:
+        return False
+    half = 1 << (fmt.bits - 1)
+    return fmt.bits <= 6 or scaled in ([(c ^ half) - half for c in range(2 * half)], list(range(2 * half)))
 
 
-def _of_a_byte(values: Tensor) -> Tensor:
-    """A number for each byte: scales take one each, however few bits their codes have."""
-    return torch.nn.functional.pad(values, (0, 256 - values.numel())) if values.numel() < 256 else values
+_OF_DIGITS = Kernel(
+    "cpu_digits",
+    "linear",
+    digits_linear,
+    "exact digits",
+    devices=frozenset({"cpu"}),
+    zero_points=frozenset({"none", "int"}),
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    m=(1, 16),
+    formats=frozenset(name for name, fmt in FORMATS.items() if _are_small_integers(fmt)),
+    groups=lambda size: None if size == -1 or size % 16 == 0 else "takes multiples of 16, or the whole row",
+    tiles=((4, 4, 128), (2, 8, 256)),
+    available=_digits_available,
+)
+register(
+    replace(
+        _OF_DIGITS,
+        name="cpu_two_digits",
+        run=two_digits_linear,
+        contract="two digits",
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+    )
+)
+register(_OF_DIGITS)
+
+
+def quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+    scheme: Scheme,
+    activation: Scheme,
+    input_scale: Tensor | None,
+) -> Tensor:
+    """``x @ W.T + bias`` for few rows of ``x``, each rounded to int8: exact integers times one digit."""
+    scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
+    parts = (packed, scale, zero_point, outer, bias, number_table(scheme.format), scales, scheme.group_size)
+    given = None if input_scale is None else input_scale.float()
+    return torch.ops.lowbit_cpu.digits_linear.default(x, *parts, 1, given)
+
+
+def _other_activation(call: Call) -> str | None:
+    return None if str(call.activation) == "int8:row:fp32" else f"activation: takes int8:row:fp32, got {call.activation}"
 
 
 register(
-    Kernel(
-        "cpu_digits",
-        "linear",
-        digits_linear,
-        "exact digits",
-        devices=frozenset({"cpu"}),
-        zero_points=frozenset({"none", "int"}),
-        groups=lambda size: None if size in (-1, 16, 32) or size % 64 == 0 else "takes 16, 32, multiples of 64, or the whole row",
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        m=(1, 2),
-        # Codes of four and eight bits become floats as quickly.
-        formats=frozenset(
-            name for name, fmt in FORMATS.items() if fmt.bits not in (4, 8) and _are_of_a_byte(tuple(map(float, fmt.values)))
-        ),
-        tiles=((2, 4, 64),),
-        available=_digits_available,
+    replace(
+        _OF_DIGITS,
+        name="cpu_int8_activations",
+        op="quantized_linear",
+        run=quantized_linear,
+        contract="exact",
+        also=_other_activation,
     )
 )
 register(

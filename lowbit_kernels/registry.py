@@ -40,6 +40,8 @@ _BACKENDS = (
     "lowbit_kernels.cuda",
     "lowbit_kernels.cuda_activations",
     "lowbit_kernels.cpu",
+    "lowbit_kernels.cpu_panels",
+    "lowbit_kernels.cpu_quantize",
     "lowbit_kernels.triton",
     "lowbit_kernels.reference",
 )
@@ -74,9 +76,10 @@ class Kernel:
     A field left at None takes everything. ``m`` is an inclusive range; ``arch`` the least architecture (90 for an H100,
     0 elsewhere). ``available()`` tells why the kernel cannot run on this machine, or None. ``contract`` names the
     accuracy: ``"exact"`` (fp32 accumulation of the exact quantized weights, rounded once at the end), ``"exact digits"`` (the
-    same, with x to 2^-22 of the largest in each slice of up to 512) or ``"weights rounded once"`` (to the dtype of x, before
-    the multiplication), or ``"fp8 sums"`` (products of e4m3 in the sums of the tensor cores, which keep 14 bits and leave
-    them for fp32 every 128 columns). ``also`` tells what of a call no field names and the kernel refuses.
+    same, with x to 2^-22 of the largest in each slice of up to 512), ``"two digits"`` (the same, with x to 1/65278 of it),
+    ``"weights rounded once"`` (to the dtype of x, before the multiplication), or ``"fp8 sums"`` (products of e4m3 in the sums of
+    the tensor cores, which keep 14 bits and leave them for fp32 every 128 columns). ``also`` tells what of a call no field
+    names and the kernel refuses.
     ``on_request``: taken only where :func:`strict` names it (an interpreter, say, is right but slow).
     ``tiles``: (M, N, K) of the blocks it works in, whose edges tests probe.
     ``layout`` None: reads canonical bytes, and takes a weight in any layout, whose bytes are restored for each call.
@@ -151,7 +154,7 @@ def _place(kernel: Kernel) -> int:
     """The backend's place in the order of preference: a backend may have been imported before its turn. Rows from
     elsewhere come first."""
     home = getattr(kernel.run, "__module__", "")
-    return next((i for i, backend in enumerate(_BACKENDS) if home.startswith(backend)), -1)
+    return next((i for i, backend in enumerate(_BACKENDS) if f"{home}.".startswith(f"{backend}.")), -1)
 
 
 # ---- selection -------------------------------------------------------------------------------------------------

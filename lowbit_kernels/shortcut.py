@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._C import _get_tracing_state as _jit_trace
 from torch._C import _is_any_autocast_enabled as _autocast
+from torch._C import _is_tracing as _jit_trace
 from torch._C import _len_torch_dispatch_stack as _dispatch_modes
 from torch._C import _len_torch_function_stack as _function_modes
 from torch._C._functorch import peek_interpreter_stack as _transform
@@ -42,7 +42,7 @@ def signature(x: Tensor, scale: Tensor, bias: Tensor | None) -> Hashable | None:
         or _function_modes()
         or _autocast()
         or _transform() is not None
-        or _jit_trace() is not None
+        or _jit_trace()
         or forward_ad._current_level >= 0
         or (_grad() and (x.requires_grad or scale.requires_grad or (bias is not None and bias.requires_grad)))
     ):

@@ -18,6 +18,10 @@ bound is smaller) x is rounded to a multiple of 2**(e - 21), 2**e <= max |x| of 
 max |x|, and y by the sum over slices of that times sum |w| there. Its digits to the base 256 are as large as 3 |x| in sum,
 but a term passes at most K / 32 + 8 roundings to nearest (u = 2**-24), so n = K + 8 at u = 2**-23 covers them.
 
+**"two digits"** is the same with x rounded to a multiple of 1/32639 of max |x| of the slice, the largest number of two digits:
+x is off by at most max |x| / 65278, and by the three roundings of that unit, its inverse and their product, of which the two
+spare ones of n take care.
+
 **"fp8 sums"** allows on top of fp32 sums what the tensor cores of sm_90 lose with e4m3: they add 32 products and the sum so
 far at the exponent of the largest of them and keep 13 bits below its leading one, so that each of 33 terms may lose 2**-13
 of it, and the new sum as much of itself. Every 128 columns that sum is added to one in fp32. The products themselves, of
@@ -83,6 +87,8 @@ def linear_bound(contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Te
     error = gamma(k + 8) * (magnitude + shift.abs()) + (2 * k + 8) * 2.0**-150
     if contract == "exact digits":
         error = error + 2.0**-22 * (_slices(x.abs()).amax(-1) @ _slices(w.abs()).sum(-1).mT)
+    elif contract == "two digits":
+        error = error + (_slices(x.abs()).amax(-1) @ _slices(w.abs()).sum(-1).mT) / 65278
     elif contract == "fp8 sums":
         error = error + _lost_in_fp8_sums(x, w)
     elif contract == "weights rounded once":

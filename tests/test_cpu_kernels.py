@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from lowbit import QTensor, strict
 from lowbit.formats import FORMATS, Float
 from lowbit.scheme import PLAIN_SCALES, Scheme
 from lowbit_kernels import cpu, reference
+from lowbit_kernels.registry import kernels
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=cpu.available() or "")
 
@@ -36,12 +38,15 @@ SCHEMES = (
     Scheme("fp6_e2m3", 32, scale="e8m0"),
     Scheme("fp6_e3m2", 17),
     Scheme("fp8_e5m2", 128),
+    Scheme("fp8_e4m3fn", 128),
+    Scheme("fp6_e3m2", 32, scale="e8m0"),
+    Scheme("nf4", 64),
 )
 Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def linear(x: Tensor, parts: Parts, scheme: Scheme, instructions: str = "") -> Tensor:
-    tables = cpu._values(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu._values(scheme.scale)
+    tables = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.number_table(scheme.scale)
     return torch.ops.lowbit_cpu.linear(x, *parts, None, *tables, scheme.group_size, instructions)
 
 
@@ -140,7 +145,41 @@ from lowbit.scheme import Scheme
 print(select(Call("linear", "cpu", 0, "canonical", Scheme("int8"), torch.float32, 1, 8, 64)).name, kernels()[-1].name[:9])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["cpu_gemv", "reference"]
+    assert done.stdout.split() == ["cpu_gemv" if cpu._digits_available() else "cpu_digits", "reference"]
+
+
+@pytest.mark.parametrize("forced", ["portable", "avx2", "avx512", "neon"])
+def test_the_variable_forces_an_instruction_set(forced: str) -> None:
+    ranks = ["portable", "avx2", "avx512"]
+    if forced in ranks and ranks.index(forced) > ranks.index(torch.ops.lowbit_cpu.instructions()):
+        pytest.skip(f"this processor has no {forced}")
+    code = """
+import torch
+from lowbit import QTensor, Scheme, trace_kernels
+from lowbit_kernels import cpu
+x = torch.linspace(-3, 5, 200).reshape(1, 200).bfloat16()
+w = torch.sin(torch.arange(7 * 200.0)).reshape(7, 200)
+q = QTensor.quantize(w, Scheme("uint4", 32, "int"))
+with trace_kernels() as trace:
+    y = torch.nn.functional.linear(x, q)
+print(torch.ops.lowbit_cpu.instructions(), *trace.kernels(), *y.flatten().tolist())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, "LOWBIT_CPU": forced}
+    )
+    if forced == "neon":
+        assert "LOWBIT_CPU must be empty, avx512, avx2 or portable, got neon" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    instructions, kernel, *numbers = done.stdout.split()
+    assert instructions == forced
+    assert kernel == "cpu_gemv" or forced == "avx512"
+    x = torch.linspace(-3, 5, 200).reshape(1, 200).bfloat16()
+    q = QTensor.quantize(torch.sin(torch.arange(7 * 200.0)).reshape(7, 200), Scheme("uint4", 32, "int"))
+    w = q.dequantize(torch.float64)
+    exact = x.double() @ w.mT
+    bound = linear_bound("two digits", x.double(), w, None, exact, torch.bfloat16)
+    assert ((torch.tensor([[float(n) for n in numbers]], dtype=torch.float64) - exact).abs() <= bound).all()
 
 
 @pytest.mark.skipif(cpu._digits_available() is not None, reason=cpu._digits_available() or "")
@@ -149,12 +188,44 @@ print(select(Call("linear", "cpu", 0, "canonical", Scheme("int8"), torch.float32
 )
 def test_infinities_and_nan_have_no_digits(scheme: Scheme) -> None:
     parts, _ = weight(scheme, 9, 256)
-    values, scales = cpu._values(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu._values(scheme.scale)
+    values, scales = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.number_table(scheme.scale)
     for number in (float("inf"), float("-inf"), float("nan")):
         x = torch.randn(2, 256)
         x[1, 77] = number
-        y = torch.ops.lowbit_cpu.digits_linear(x, *parts, None, values, scales, scheme.group_size)
+        y = torch.ops.lowbit_cpu.digits_linear(x, *parts, None, values, scales, scheme.group_size, 3)
         assert torch.equal(y.nan_to_num(7e30), linear(x, parts, scheme).nan_to_num(7e30))
+
+
+@pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", ["bf16", "fp16", "fp32"])
+def test_quantize_gives_the_bytes_of_the_reference(
+    instructions: str, dtype: torch.dtype, scale: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = ["portable", "avx2", "avx512"]
+    if ranks.index(instructions) > ranks.index(torch.ops.lowbit_cpu.instructions()):
+        pytest.skip(f"this processor has no {instructions}")
+    monkeypatch.setenv("LOWBIT_CPU", instructions)
+    row = next(row for row in kernels() if row.name == "cpu_quantize")
+    for name in sorted(row.formats or ()):
+        for group, k in ((-1, 33), (7, 50), (32, 96), (128, 300)):
+            zero = "int" if name.startswith("uint") else "none"
+            w = torch.randn(9, k, generator=torch.Generator().manual_seed(k)).to(dtype)
+            w[:, ::13] *= 30
+            w[2], w[3, : k // 2], w[4], w[5] = 0, -0.0, w[4].abs() + 1, -w[5].abs()
+            w[6] *= 2.0**-12
+            w[7] = torch.arange(k) / 2  # halves: ties go to even
+            scheme = Scheme(name, group, zero, scale)
+            ours, theirs = row.run(w, scheme, "range"), reference.quantize(w, scheme, "range")
+            assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), scheme
+
+
+def test_quantize_refuses_what_the_reference_refuses() -> None:
+    for number in (float("inf"), float("nan")):
+        w = torch.randn(4, 64)
+        w[2, 40] = number
+        with strict("cpu_quantize"), pytest.raises(ValueError, match="must be finite"):
+            torch.ops.lowbit.quantize(w, "int4:g32:bf16", "range")
 
 
 def test_nothing_to_do() -> None:

@@ -182,7 +182,7 @@ def test_trace_counts_what_ran() -> None:
     counts = {(receipt.op, receipt.m): count for receipt, count in outer.counts.items()}
     assert counts == {("quantize", 0): 3, ("linear", 3): 2, ("linear", 0): 1}
     assert sum(inner.counts.values()) == 4
-    assert outer.kernels()["reference_quantize"] == 3
+    assert sum(outer.kernels()[name] for name in ("reference_quantize", "cpu_quantize")) == 3
     receipt = next(r for r in outer.counts if r.op == "linear" and r.m == 0)
     assert receipt[1:] == ("reference_linear", "weights rounded once", str(INT4), "float32", "cpu", 0, 8, 64, "canonical")
     assert "1 x linear by reference_linear (weights rounded once), uint4:g32:zint:bf16, float32 on cpu, M=0 N=8 K=64" in str(
@@ -201,7 +201,7 @@ def test_registering_every_row_leaves_triton_and_cuda_alone() -> None:
         "import sys, torch, lowbit_kernels.ops\n"
         "from lowbit_kernels.registry import kernels\n"
         "before = 'triton' in sys.modules\n"
-        "assert any(row.name == 'triton_linear' for row in kernels())\n"
+        "assert any(row.name == 'triton_gemv' for row in kernels())\n"
         "assert before or 'triton' not in sys.modules, 'triton was imported'\n"
         "assert not torch.cuda.is_initialized(), 'CUDA was initialised'\n"
     )

@@ -5,7 +5,10 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,7 +17,10 @@
 #include "../decode.h"
 #include "../formats.h"
 #include "digits.h"
+#include "floats.h"
 #include "linear.h"
+#include "panels.h"
+#include "quantize.h"
 
 namespace {
 
@@ -27,6 +33,8 @@ struct InstructionSet {
   bool available;
   void (*arrange)(const Linear&, const Numbers&, float*);
   void (*linear)(const Linear&, int64_t, int64_t);
+  void (*panel)(const Linear&, Stored, void*, int64_t, int64_t);
+  bool (*quantize)(const Quantize&, int64_t, int64_t);
 };
 
 // The widest first.
@@ -36,21 +44,26 @@ const std::vector<InstructionSet>& instruction_sets() {
       {"avx512",
        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"),
-       avx512::arrange, avx512::linear},
-      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), avx2::arrange, avx2::linear},
+       avx512::arrange, avx512::linear, avx512::panel, avx512::quantize},
+      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), avx2::arrange, avx2::linear, avx2::panel, avx2::quantize},
 #endif
-      {"portable", true, portable::arrange, portable::linear},
+      {"portable", true, portable::arrange, portable::linear, portable::panel, portable::quantize},
   };
   return sets;
 }
 
-const InstructionSet& instruction_set(const std::string& name) {
+// Empty: what LOWBIT_CPU names, else the widest that the processor has.
+const InstructionSet& instruction_set(const std::string& asked) {
+  const char* variable = std::getenv("LOWBIT_CPU");
+  const bool forced = asked.empty() && variable && *variable;
+  const std::string name = forced ? variable : asked;
+  const char* what = forced ? "LOWBIT_CPU" : "instructions";
   for (const InstructionSet& set : instruction_sets())
     if (name.empty() ? set.available : name == set.name) {
-      STD_TORCH_CHECK(set.available, "this processor has no ", name, ": leave instructions empty to take the best it has");
+      STD_TORCH_CHECK(set.available, "this processor has no ", name, ": leave ", what, " empty to take the best it has");
       return set;
     }
-  STD_TORCH_CHECK(false, "instructions must be empty, avx512, avx2 or portable, got ", name);
+  STD_TORCH_CHECK(false, what, " must be empty, avx512, avx2 or portable, got ", name);
 }
 
 std::string best_instructions() { return instruction_set("").name; }
@@ -102,6 +115,31 @@ bool are_halves(const float* values, int bits, uint16_t* halves) {
     halves[code] = half.x;
   }
   return true;
+}
+
+// Whether codes are 16-bit floats without some bits.
+bool are_shifted(const Linear& a, Shifted& how) {
+  struct Known {
+    int bits;
+    Shifted how;
+  };
+  constexpr Known known[] = {{8, {7, 0xbfff, 256, true}}, {8, {8, 0xffff, 1, false}}, {6, {8, 0x9fff, 4096, false}}};
+  for (const Known& one : known) {
+    if (one.bits != a.bits) continue;
+    bool same = true;
+    const int sign = 1 << (a.bits - 1);
+    for (int code = 0; code < 1 << a.bits && same; code++) {
+      const uint16_t half = static_cast<uint16_t>(static_cast<uint32_t>((code ^ sign) - sign) << one.how.up) & one.how.mask;
+      const float number = lowbit::half_to_float(half) * one.how.unit;
+      const bool nan = (one.how.has_nan && (code & 127) == 127) || std::isnan(number);
+      same = nan ? std::isnan(a.values[code]) : number == a.values[code];
+    }
+    if (same) {
+      how = one.how;
+      return true;
+    }
+  }
+  return false;
 }
 
 // How codes become numbers; fills `halves` where it takes them.
@@ -157,51 +195,94 @@ bool are_bytes(const Linear& a, Bytewise& how, uint8_t* table) {
   return false;
 }
 
-// Whether `digits_linear` takes a format with these numbers on this processor.
-bool takes_digits(Tensor values) {
+// Whether the sums of a lane hold in 32 bits: columns of x as integers less than 2^22, times 512 at most.
+bool fits(const Linear& a, const Bytewise& how, bool has_zeros) {
+  int most = (1 << a.bits) - 1;
+  if (!has_zeros) {
+    int least = 255, largest = 0;
+    for (int code = 0; code < 1 << a.bits; code++) {
+      const int byte = how.table ? how.table[code] : code ^ how.flipped;
+      least = byte < least ? byte : least, largest = byte > largest ? byte : largest;
+    }
+    most = std::max(std::abs(least - how.offset), std::abs(largest - how.offset));
+  }
+  return most * 4 * fields_of(a.bits) <= 512;
+}
+
+bool has_integer_dot_products() {
 #if defined(__x86_64__)
-  if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vnni") || !instruction_set("avx512").available)
-    return false;
-  Linear a = {};
-  while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
-  a.values = values.const_data_ptr<float>();
-  uint16_t halves[256];
-  a.codes = codes_of(a, halves);
-  Bytewise how;
-  uint8_t table[64];
-  return are_bytes(a, how, table);
+  return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
+         std::string(instruction_set("").name) == "avx512";
 #else
   return false;
 #endif
 }
 
+// Whether `digits_linear` takes a format with these numbers on this processor.
+bool takes_digits(Tensor values, bool zero_points) {
+  if (!has_integer_dot_products()) return false;
+  Linear a = {};
+  while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
+  a.values = values.const_data_ptr<float>();
+  Bytewise how;
+  uint8_t table[64];
+  return a.bits > 1 && are_bytes(a, how, table) && fits(a, how, zero_points);
+}
+
 // The product by digits of x; false where it cannot be had.
-bool multiply_digits(Linear& a, const Numbers& x) {
+template <typename Finish>
+bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given, const Finish& finish) {
 #if defined(__x86_64__)
   Bytewise how;
   uint8_t table[64];
-  const int64_t columns = run_of(a.group, a.k);
-  STD_TORCH_CHECK(a.m <= most_rows_of_digits, "digits take at most ", most_rows_of_digits, " rows of x, got ", a.m);
-  STD_TORCH_CHECK(columns > 0 && are_bytes(a, how, table),
-                  "digits take weights that are integers of a byte, in groups of 16, 32 or a multiple of 64, got groups of ", a.group);
-  const int64_t steps = (a.k + step - 1) / step, slices = (a.k + slice - 1) / slice;
-  std::vector<Run> runs;
-  for (int64_t s = 0; s < steps;) {
-    const int64_t column = s * step, group = column / a.group, of_slice = column / slice;
-    int64_t end = (of_slice + 1) * slice;
-    if (columns == step) end = column + step;
-    else if ((group + 1) * a.group < end) end = (group + 1) * a.group;
-    const int64_t last = (end + step - 1) / step < steps ? (end + step - 1) / step : steps;
-    runs.push_back({s, last - s, group, of_slice});
-    s = last;
+  const int fields = fields_of(a.bits);
+  const int64_t columns = columns_of(a.bits);
+  STD_TORCH_CHECK(has_integer_dot_products(), "this processor has no integer dot products for digits");
+  STD_TORCH_CHECK(a.bits > 1 && are_bytes(a, how, table) && fits(a, how, a.zero_point.data), "digits take weights that are small integers");
+  STD_TORCH_CHECK(takes_group(a.bits, a.group, a.k), "digits of ", a.bits, "-bit weights take groups of a multiple of ", 4 * fields,
+                  ", got groups of ", a.group);
+  const int64_t steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
+  const bool uniform = a.group >= a.k || a.group % columns == 0;
+  const std::unique_ptr<int32_t[]> groups(new int32_t[steps * (uniform ? 1 : 1 + lanes)]);
+  for (int64_t s = 0; s < steps; s++) {
+    groups[s] = static_cast<int32_t>(s * columns / a.group);
+    for (int64_t lane = 0; lane < lanes && !uniform; lane++)
+      groups[steps + s * lanes + lane] = static_cast<int32_t>((s * columns + lane * 4 * fields) / a.group) - groups[s];
   }
-  const int64_t count = static_cast<int64_t>(runs.size());
-  const std::unique_ptr<int8_t[]> digits(new int8_t[a.m * digits_of_number * steps * step]);
-  const std::unique_ptr<float[]> scale(new float[a.m * slices * 2]);
-  const std::unique_ptr<int32_t[]> sums(new int32_t[a.m * count * digits_of_number * lanes]);
-  const DigitsOfX of_x = {count, steps * step, runs.data(), digits.get(), scale.get(), sums.get()};
+  const std::unique_ptr<int8_t[]> digits(new int8_t[steps * a.m * count * columns]);
+  const std::unique_ptr<int32_t[]> sums(new int32_t[steps * a.m * lanes]);
+  const std::unique_ptr<float[]> scale(new float[a.m * slices]);
+  const DigitsOfX of_x = {count, given, steps, groups.get(), uniform ? nullptr : groups.get() + steps, digits.get(), sums.get(), scale.get()};
   if (!avx512vnni::take_digits(a, how, x, of_x)) return false;
-  in_tasks(a, [&](int64_t begin, int64_t end) { avx512vnni::digits_linear(a, how, of_x, begin, end); });
+  std::atomic<bool> good{true};
+  in_tasks(a, [&](int64_t begin, int64_t end) {
+    if (!avx512vnni::digits_linear(a, how, of_x, begin, end)) good = false;
+    finish(begin, end);
+  });
+  return good;
+#else
+  return false;
+#endif
+}
+
+// The product in floats, a step at a time; false where it cannot be had.
+template <typename Finish>
+bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
+#if defined(__x86_64__)
+  if (!has_integer_dot_products() || !takes_floats(a)) return false;
+  const int64_t columns = columns_of(a.bits), steps = (a.k + columns - 1) / columns;
+  const std::unique_ptr<int32_t[]> groups(new int32_t[steps * 4]);
+  for (int64_t i = 0; i < steps * 4; i++) {
+    const int64_t column = i * (columns / 4);
+    groups[i] = static_cast<int32_t>((column < a.k ? column : a.k - 1) / a.group);
+  }
+  const std::unique_ptr<float[]> numbers(new float[steps * a.m * columns]);
+  const FloatsOfX of_x = {steps, groups.get(), numbers.get()};
+  avx512vnni::take_floats(a, x, of_x);
+  in_tasks(a, [&](int64_t begin, int64_t end) {
+    avx512vnni::floats_linear(a, of_x, begin, end);
+    finish(begin, end);
+  });
   return true;
 #else
   return false;
@@ -209,21 +290,25 @@ bool multiply_digits(Linear& a, const Numbers& x) {
 }
 
 // The product in floats.
-void multiply_floats(Linear& a, const Numbers& x, int64_t groups, const InstructionSet& set) {
+template <typename Finish>
+void multiply_floats(Linear& a, const Numbers& x, int64_t groups, const InstructionSet& set, const Finish& finish) {
   int64_t blocks = 0;
   for (int64_t g = 0; g < groups; g++) blocks += span_of(a, g).blocks;
   const std::unique_ptr<float[]> arranged(new float[blocks * block * a.m]);
   set.arrange(a, x, arranged.get());
   a.arranged = arranged.get();
-  in_tasks(a, [&](int64_t begin, int64_t end) { set.linear(a, begin, end); });
+  in_tasks(a, [&](int64_t begin, int64_t end) {
+    set.linear(a, begin, end);
+    finish(begin, end);
+  });
 }
 
 // Rounded to nearest even; what a float cannot be rounded to becomes infinity, NaN stays NaN.
 template <typename T>
-void finish(const float* sums, const Tensor& y, const Linear& a, const Numbers* bias) {
-  T* out = static_cast<T*>(y.mutable_data_ptr());
+void finish_rows(const Linear& a, const Numbers* bias, T* out, int64_t begin, int64_t end) {
+  const float* sums = a.y;
   for (int64_t m = 0; m < a.m; m++)
-    for (int64_t n = 0; n < a.n; n++) {
+    for (int64_t n = begin; n < end; n++) {
       float sum = sums[m * a.n + n];
       if (bias) {
         const uint16_t* halves = static_cast<const uint16_t*>(bias->data);
@@ -235,61 +320,75 @@ void finish(const float* sums, const Tensor& y, const Linear& a, const Numbers* 
     }
 }
 
-Tensor product(bool by_digits, Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any, std::optional<Tensor> outer,
-              std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
-              std::string instructions) {
+// A weight as it was given, checked: what its numbers point into stays alive with it.
+struct Weight {
+  Linear a = {};
+  int64_t groups = 0;
+  uint16_t halves[256] = {};
+  Tensor packed, scale, zero;
+
+  Weight(const Tensor& packed_any, const Tensor& scale_any, const std::optional<Tensor>& zero_any, const std::optional<Tensor>& outer,
+         const Tensor& values, const std::optional<Tensor>& scale_values, int64_t group_size, int64_t k)
+      : packed(with_dense_rows(packed_any)), scale(with_dense_rows(scale_any)), zero(scale) {
+    STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
+    STD_TORCH_CHECK(values.is_cpu() && values.scalar_type() == ScalarType::Float && values.dim() == 1 && values.is_contiguous(),
+                    "values must be contiguous float32 [2^bits] on the CPU");
+    while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
+    STD_TORCH_CHECK(a.bits >= 1 && 1 << a.bits == values.numel(), "values must hold 2^bits numbers for 1..8 bits, got ",
+                    values.numel());
+    a.values = values.const_data_ptr<float>();
+    a.codes = codes_of(a, halves);
+    a.n = packed.size(0);
+    a.k = k;
+    if (a.codes == Codes::halves && (group_size == -1 || group_size % block == 0) && are_shifted(a, a.shifted)) a.codes = Codes::shifted;
+    STD_TORCH_CHECK(group_size == -1 || group_size >= 1, "group_size must be -1 or at least 1, got ", group_size);
+    a.group = group_size == -1 ? (a.k > 0 ? a.k : 1) : group_size;
+    groups = (a.k + a.group - 1) / a.group;
+
+    check_weight_matrix(packed, "packed", a.n, lowbit::packed_size(a.bits, a.k));
+    check_weight_matrix(scale, "scale", a.n, groups);
+    a.packed = static_cast<const uint8_t*>(packed.const_data_ptr());
+    a.packed_stride = packed.stride(0);
+    a.scale = numbers_of(scale, "scale");
+    STD_TORCH_CHECK((a.scale.stored == Stored::bytes) == scale_values.has_value(),
+                    "scale_values go with scales of uint8, and only with them");
+    if (scale_values) {
+      STD_TORCH_CHECK(scale_values->is_cpu() && scale_values->scalar_type() == ScalarType::Float && scale_values->numel() == 256 &&
+                          scale_values->is_contiguous(),
+                      "scale_values must be contiguous float32 [256] on the CPU, got ", scale_values->numel(), " numbers");
+      a.scale.table = scale_values->const_data_ptr<float>();
+    }
+    if (zero_any) {
+      zero = with_dense_rows(*zero_any);
+      check_weight_matrix(zero, "zero_point", a.n, groups);
+      STD_TORCH_CHECK(!a.is_signed, "codes with a sign have no zero point");
+      a.zero_point = numbers_of(zero, "zero_point");
+    }
+    if (outer) {
+      STD_TORCH_CHECK(outer->is_cpu() && outer->numel() == 1 && outer->scalar_type() == ScalarType::Float,
+                      "outer must be one float32 on the CPU");
+      a.outer = *outer->const_data_ptr<float>();
+      a.has_outer = true;
+    }
+  }
+  Weight(const Weight&) = delete;
+};
+
+Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
+               std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
+               std::string instructions, const std::optional<Tensor>& given = std::nullopt) {
   STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && is_float(x_any),
                   "x must be float32, bfloat16 or float16 [..., K] on the CPU");
-  STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
-  STD_TORCH_CHECK(values.is_cpu() && values.scalar_type() == ScalarType::Float && values.dim() == 1 && values.is_contiguous(),
-                  "values must be contiguous float32 [2^bits] on the CPU");
-  const Tensor x = torch::stable::contiguous(x_any), packed = with_dense_rows(packed_any), scale = with_dense_rows(scale_any);
-
-  Linear a = {};
-  while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
-  STD_TORCH_CHECK(a.bits >= 1 && 1 << a.bits == values.numel(),
-                  "values must hold 2^bits numbers for 1..8 bits, got ", values.numel());
-  a.values = values.const_data_ptr<float>();
-  uint16_t halves[256] = {};
-  a.codes = codes_of(a, halves);
-  a.n = packed.size(0);
-  a.k = x.size(x.dim() - 1);
+  const Tensor x = torch::stable::contiguous(x_any);
+  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
+  Linear& a = weight.a;
   a.m = 1;
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = a.n;
   for (size_t i = 0; i + 1 < shape.size(); i++) a.m *= shape[i];
-  STD_TORCH_CHECK(a.m <= most_rows, "x must have at most ", most_rows, " rows, got ", a.m);
-  STD_TORCH_CHECK(group_size == -1 || group_size >= 1, "group_size must be -1 or at least 1, got ", group_size);
-  a.group = group_size == -1 ? (a.k > 0 ? a.k : 1) : group_size;
-  const int64_t groups = (a.k + a.group - 1) / a.group;
-
-  check_weight_matrix(packed, "packed", a.n, lowbit::packed_size(a.bits, a.k));
-  check_weight_matrix(scale, "scale", a.n, groups);
-  a.packed = static_cast<const uint8_t*>(packed.const_data_ptr());
-  a.packed_stride = packed.stride(0);
-  a.scale = numbers_of(scale, "scale");
-  STD_TORCH_CHECK((a.scale.stored == Stored::bytes) == scale_values.has_value(),
-                  "scale_values go with scales of uint8, and only with them");
-  if (scale_values) {
-    STD_TORCH_CHECK(scale_values->is_cpu() && scale_values->scalar_type() == ScalarType::Float && scale_values->numel() == 256 &&
-                        scale_values->is_contiguous(),
-                    "scale_values must be contiguous float32 [256] on the CPU, got ", scale_values->numel(), " numbers");
-    a.scale.table = scale_values->const_data_ptr<float>();
-  }
-  Tensor zero = scale;
-  if (zero_any) {
-    zero = with_dense_rows(*zero_any);
-    check_weight_matrix(zero, "zero_point", a.n, groups);
-    STD_TORCH_CHECK(!a.is_signed, "codes with a sign have no zero point");
-    a.zero_point = numbers_of(zero, "zero_point");
-    STD_TORCH_CHECK(!by_digits || a.zero_point.stored == Stored::bytes, "digits take zero points that are integers");
-  }
-  if (outer) {
-    STD_TORCH_CHECK(outer->is_cpu() && outer->numel() == 1 && outer->scalar_type() == ScalarType::Float,
-                    "outer must be one float32 on the CPU");
-    a.outer = *outer->const_data_ptr<float>();
-    a.has_outer = true;
-  }
+  const int64_t most = digits ? most_rows_of_digits : most_rows;
+  STD_TORCH_CHECK(a.m <= most, "x must have at most ", most, " rows, got ", a.m);
+  STD_TORCH_CHECK(!digits || !a.zero_point.data || a.zero_point.stored == Stored::bytes, "digits take zero points that are integers");
   std::optional<Tensor> bias;
   Numbers bias_numbers;
   if (bias_any) {
@@ -305,12 +404,32 @@ Tensor product(bool by_digits, Tensor x_any, Tensor packed_any, Tensor scale_any
   x_numbers.stride = a.k;
   const std::unique_ptr<float[]> sums(new float[a.m * a.n]);
   a.y = sums.get();
-  if (!by_digits || !multiply_digits(a, x_numbers)) multiply_floats(a, x_numbers, groups, instruction_set(instructions));
   const Numbers* add = bias ? &bias_numbers : nullptr;
-  switch (y.scalar_type()) {
-    case ScalarType::BFloat16: finish<c10::BFloat16>(a.y, y, a, add); break;
-    case ScalarType::Half: finish<c10::Half>(a.y, y, a, add); break;
-    default: finish<float>(a.y, y, a, add); break;
+  void* out = y.mutable_data_ptr();
+  const ScalarType type = y.scalar_type();
+  const auto finish = [&](int64_t begin, int64_t end) {
+    if (type == ScalarType::BFloat16) return finish_rows(a, add, static_cast<c10::BFloat16*>(out), begin, end);
+    if (type == ScalarType::Half) return finish_rows(a, add, static_cast<c10::Half*>(out), begin, end);
+    return finish_rows(a, add, static_cast<float*>(out), begin, end);
+  };
+  if (given)
+    STD_TORCH_CHECK(digits == 1 && given->is_cpu() && given->numel() == 1 && given->scalar_type() == ScalarType::Float,
+                    "input_scale must be one float32 on the CPU, and goes with one digit");
+  if (digits && multiply_digits(a, x_numbers, digits, given ? given->const_data_ptr<float>() : nullptr, finish)) return y;
+  STD_TORCH_CHECK(digits != 1, "zero points must be codes, 0..", (1 << a.bits) - 1);
+  const int64_t rows = a.m, row = a.k, n = a.n;
+  float* all = a.y;
+  void* const first = out;
+  const size_t bytes = type == ScalarType::Float ? 4 : 2;
+  for (int64_t m = 0; m < rows; m += most_rows) {  // what digits take may be more rows than this
+    a.m = rows - m < most_rows ? rows - m : most_rows;
+    a.y = all + m * n;
+    out = static_cast<char*>(first) + m * n * bytes;
+    Numbers some = x_numbers;
+    some.data = static_cast<const char*>(x_numbers.data) + m * row * bytes;
+    const InstructionSet& set = instruction_set(instructions);
+    if (set.name != instruction_sets().front().name || !multiply_steps(a, some, finish))
+      multiply_floats(a, some, weight.groups, set, finish);
   }
   return y;
 }
@@ -318,28 +437,84 @@ Tensor product(bool by_digits, Tensor x_any, Tensor packed_any, Tensor scale_any
 Tensor linear(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
               std::optional<Tensor> bias, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
               std::string instructions) {
-  return product(false, x, packed, scale, zero_point, outer, bias, values, scale_values, group_size, instructions);
+  return product(0, x, packed, scale, zero_point, outer, bias, values, scale_values, group_size, instructions);
 }
 
 Tensor digits_linear(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
-                     std::optional<Tensor> bias, Tensor values, std::optional<Tensor> scale_values, int64_t group_size) {
-  return product(true, x, packed, scale, zero_point, outer, bias, values, scale_values, group_size, "");
+                     std::optional<Tensor> bias, Tensor values, std::optional<Tensor> scale_values, int64_t group_size, int64_t digits,
+                     std::optional<Tensor> input_scale) {
+  STD_TORCH_CHECK(digits >= 1 && digits <= 3, "digits must be 1, 2 or 3, got ", digits);
+  return product(static_cast<int>(digits), x, packed, scale, zero_point, outer, bias, values, scale_values, group_size, "", input_scale);
+}
+
+// Rows of the weight as numbers of the type of `out` [N, K].
+void panel(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer, Tensor values,
+           std::optional<Tensor> scale_values, int64_t group_size, std::string instructions) {
+  STD_TORCH_CHECK(out.is_cpu() && out.dim() == 2 && is_float(out) && out.is_contiguous() && out.size(0) == packed.size(0),
+                  "out must be contiguous float32, bfloat16 or float16 [N, K] on the CPU");
+  const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, out.size(1));
+  const InstructionSet& set = instruction_set(instructions);
+  const Stored type = numbers_of(out, "out").stored;
+  void* to = out.mutable_data_ptr();
+  in_tasks(weight.a, [&](int64_t begin, int64_t end) { set.panel(weight.a, type, to, begin, end); });
+}
+
+// Codes and scales of w [N, K] into tensors that are there; false where the weight or a scale is no number to be stored.
+bool quantize(Tensor w_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, int64_t bits, int64_t group_size, double low,
+              double high, double largest, std::string instructions) {
+  STD_TORCH_CHECK(w_any.is_cpu() && w_any.dim() == 2 && is_float(w_any), "w must be float32, bfloat16 or float16 [N, K] on the CPU");
+  STD_TORCH_CHECK(bits >= 1 && bits <= 8 && group_size >= 1, "bits must be 1..8 and group_size at least 1, got ", bits, " and ",
+                  group_size);
+  const Tensor w = with_dense_rows(w_any);
+  Quantize a = {};
+  a.n = w.size(0), a.k = w.size(1), a.group = group_size, a.bits = static_cast<int>(bits);
+  const int64_t groups = (a.k + a.group - 1) / a.group;
+  check_weight_matrix(packed, "packed", a.n, lowbit::packed_size(a.bits, a.k));
+  check_weight_matrix(scale, "scale", a.n, groups);
+  STD_TORCH_CHECK(packed.is_contiguous() && scale.is_contiguous() && is_float(scale) && packed.scalar_type() == ScalarType::Byte,
+                  "packed must be contiguous uint8 and scale contiguous float32, bfloat16 or float16");
+  a.w = numbers_of(w, "w");
+  a.low = static_cast<float>(low), a.high = static_cast<float>(high), a.largest = static_cast<float>(largest);
+  a.stored = numbers_of(scale, "scale").stored;
+  a.scale = scale.mutable_data_ptr();
+  a.packed = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  if (zero) {
+    check_weight_matrix(*zero, "zero_point", a.n, groups);
+    STD_TORCH_CHECK(zero->is_contiguous() && zero->scalar_type() == ScalarType::Byte, "zero_point must be contiguous uint8");
+    a.zero = static_cast<uint8_t*>(zero->mutable_data_ptr());
+  }
+  const InstructionSet& set = instruction_set(instructions);
+  std::atomic<bool> good{true};
+  Linear size = {};
+  size.n = a.n, size.k = a.k;
+  in_tasks(size, [&](int64_t begin, int64_t end) {
+    if (!set.quantize(a, begin, end)) good = false;
+  });
+  return good;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(lowbit_cpu, m) {
   m.def(
+      "quantize(Tensor w, Tensor(a!) packed, Tensor(b!) scale, Tensor(c!)? zero_point, int bits, int group_size, float low, "
+      "float high, float largest, str instructions='') -> bool");
+  m.def(
+      "panel(Tensor(a!) out, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor values, "
+      "Tensor? scale_values, int group_size, str instructions='') -> ()");
+  m.def(
       "linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
       "Tensor? scale_values, int group_size, str instructions='') -> Tensor");
   m.def(
       "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
-      "Tensor? scale_values, int group_size) -> Tensor");
-  m.def("takes_digits(Tensor values) -> bool");
+      "Tensor? scale_values, int group_size, int digits, Tensor? input_scale=None) -> Tensor");
+  m.def("takes_digits(Tensor values, bool zero_points) -> bool");
   m.def("instructions() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cpu, CompositeExplicitAutograd, m) {
+  m.impl("panel", TORCH_BOX(&panel));
+  m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("digits_linear", TORCH_BOX(&digits_linear));
   m.impl("takes_digits", TORCH_BOX(&takes_digits));

@@ -1,246 +1,298 @@
-// Linear for one or two rows of x on integer dot products. Compiled for AVX-512 with VBMI and VNNI.
+// Linear for few rows of x on integer dot products. Compiled for AVX-512 with VBMI and VNNI.
 //
 // x is written in digits: in a slice of 512 columns, x = scale * (65536 d0 + 256 d1 + d2) with digits of -128 to 127, to
-// 2^-22 of the largest. Sixty-four codes come out of their planes by one look-up each (a byte takes the eight bits from any
-// place of its quadword), and a dot product of four bytes adds each digit's products to sixteen integers. These sums, less the
-// zero point's share, are exact; what follows is fp32: the digits put together, the scales, the sum of runs, the sum of lanes.
-// No sum depends on the number of threads.
+// 2^-22 of the largest; or scale * (256 d0 + d1), to 1/65278 of the largest. Codes come out of their planes in the order in which that is cheapest, one AND and one shift for 64 of
+// them, and the digits lie in the same order. A dot product of four bytes adds each digit's products to sixteen integers,
+// which are moved up by eight bits from digit to digit. These sums, less the zero point's share, are exact: no lane
+// has more than 512 times the 22 bits of x.
+// What follows is fp32: the scales of the groups, those of the slices, the sum of the lanes. No sum depends on the threads.
 #include "digits.h"
 
-#include <immintrin.h>
-
 #include <cmath>
+
+#include "steps.h"
 
 namespace lowbit::cpu::avx512vnni {
 namespace {
 
-inline float number_at(const Numbers& numbers, int64_t i) {
-  switch (numbers.stored) {
-    case Stored::float32: return static_cast<const float*>(numbers.data)[i];
-    case Stored::bfloat16: return bfloat16_to_float(static_cast<const uint16_t*>(numbers.data)[i]);
-    case Stored::float16: return _cvtsh_ss(static_cast<const uint16_t*>(numbers.data)[i]);
-    case Stored::bytes: break;
-  }
-  const uint8_t byte = static_cast<const uint8_t*>(numbers.data)[i];
-  return numbers.table ? numbers.table[byte] : static_cast<float>(byte);
-}
-
-// Where the planes of a row begin.
-template <int bits>
-struct Planes {
-  static constexpr int count = bits == 7 ? 3 : (bits & (bits - 1)) ? 2 : 1;
-  static constexpr int width(int plane) {
-    return plane == 0 ? (bits & 8 ? 8 : bits & 4 ? 4 : bits & 2 ? 2 : 1) : plane == 1 && (bits & 6) == 6 ? 2 : 1;
-  }
-  const uint8_t* at[count];
-  Planes() = default;
-  Planes(const uint8_t* row, int64_t k) {
-    for (int p = 0; p < count; p++) at[p] = row, row += (k * width(p) + 7) / 8;
-  }
-};
-
-// Fields of `width` bits as bytes, each from bit `low` of its byte on; the other bits are anything.
-template <int width, int low>
-inline __m512i fields(const uint8_t* p) {
-  __m512i quads;  // eight fields each
-  if constexpr (width == 4) quads = _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  else quads = _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  uint64_t from = 0;
-  for (int i = 0; i < 8; i++) from |= static_cast<uint64_t>((i * width - low) & 63) << 8 * i;
-  return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(static_cast<int64_t>(from)), quads);
-}
-
-template <int width, int low>
-inline __m512i with_plane(__m512i codes, const uint8_t* p) {
-  if constexpr (width == 1) {
-    uint64_t bits;
-    memcpy(&bits, p, 8);
-    return _mm512_mask_add_epi8(codes, bits, codes, _mm512_set1_epi8(static_cast<char>(1 << low)));
-  } else {
-    const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << width) - 1) << low));
-    return _mm512_ternarylogic_epi64(fields<width, low>(p), mask, codes, 0xea);  // (a & b) | c
-  }
-}
-
-// The codes of a step.
-template <int bits>
-inline __m512i codes_of(const Planes<bits>& planes, int64_t step_number) {
+template <int bits, bool has_table>
+inline void bytes_of(const Planes<bits>& planes, int64_t step, __m512i flipped, __m512i table, __m512i* bytes) {
   using P = Planes<bits>;
-  const auto at = [&](int p) { return planes.at[p] + step_number * P::width(p) * (step / 8); };
-  __m512i codes;
-  if constexpr (P::width(0) == 8) codes = _mm512_loadu_si512(at(0));
-  else codes = with_plane<P::width(0), 0>(_mm512_setzero_si512(), at(0));
-  if constexpr (P::count > 1) codes = with_plane<P::width(1), P::width(0)>(codes, at(1));
-  if constexpr (P::count > 2) codes = with_plane<1, P::width(0) + 2>(codes, at(2));
-  return codes;
-}
-
-template <bool has_table>
-inline __m512i bytes_of(__m512i codes, __m512i flipped, __m512i table) {
-  if constexpr (has_table) return _mm512_permutexvar_epi8(codes, table);
-  return _mm512_xor_si512(codes, flipped);
-}
-
-// What the lanes of a run are multiplied by, and the integers that they are less than their bytes: one of each a group.
-struct OfRun {
-  __m512 scale;
-  __m512i zero;
-};
-
-// `groups_of_step`: how many share a step; 1 where a group is no smaller. `group_of_lane`: which of them a lane is of.
-inline OfRun of_run(const Linear& a, const Bytewise& how, int64_t group, int64_t row, int groups_of_step, __m512i group_of_lane) {
-  const int64_t groups = (a.k + a.group - 1) / a.group, at = row * a.scale.stride + group;
-  const uint8_t* zeros = static_cast<const uint8_t*>(a.zero_point.data) + (a.zero_point.data ? row * a.zero_point.stride + group : 0);
-  const float unit = a.has_outer ? how.unit * a.outer : how.unit;
-  if (groups_of_step == 1)
-    return {_mm512_set1_ps(number_at(a.scale, at) * unit), _mm512_set1_epi32(a.zero_point.data ? -zeros[0] - how.offset : 0)};
-  alignas(16) float scale[4] = {};
-  alignas(16) int zero[4] = {};
-  for (int i = 0; i < groups_of_step && group + i < groups; i++) {
-    scale[i] = number_at(a.scale, at + i) * unit;
-    if (a.zero_point.data) zero[i] = -zeros[i] - how.offset;
+  __m512i quads[3];
+  if constexpr (P::count > 1) quads[1] = quads_of<P::bytes(1)>(planes.at[1] + step * P::bytes(1));
+  if constexpr (P::count > 2) quads[2] = quads_of<P::bytes(2)>(planes.at[2] + step * P::bytes(2));
+  const __m512i widest = _mm512_loadu_si512(planes.at[0] + step * P::bytes(0));
+  if constexpr (has_table) {
+    take_codes<bits, false>(widest, quads, bytes);
+    for (int f = 0; f < P::fields; f++) bytes[f] = _mm512_permutexvar_epi8(bytes[f], table);
+  } else if constexpr (P::count == 1) {  // the bits of all fields at once
+    take_codes<bits, true>(_mm512_xor_si512(widest, flipped), quads, bytes);
+  } else {
+    take_codes<bits, true>(widest, quads, bytes);
+    for (int f = 0; f < P::fields; f++) bytes[f] = _mm512_xor_si512(bytes[f], flipped);
   }
-  return {_mm512_permutexvar_ps(group_of_lane, _mm512_castps128_ps512(_mm_load_ps(scale))),
-          _mm512_permutexvar_epi32(group_of_lane, _mm512_castsi128_si512(_mm_load_si128(reinterpret_cast<__m128i*>(zero))))};
 }
 
-// R rows of the weight times M rows of x.
-template <int bits, bool has_table, int M, int R>
-void tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t row) {
-  const __m512i flipped = _mm512_set1_epi8(static_cast<char>(how.flipped));
+// R rows of the weight times M rows of x from m0 on, in D digits. Rows beyond `end` stand for the last one before it.
+template <int bits, bool has_table, int D, int M, int R>
+bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, const ByteScales& of_byte, int64_t m0, int64_t begin, int64_t end) {
+  using P = Planes<bits>;
+  constexpr int F = P::fields;
+  constexpr int64_t columns = 64 * F, steps_of_slice = slice / columns, steps_of_chunk = chunk / columns;
+  const __m512i flipped = every(how.flipped * (P::count == 1 && F > 1 ? 255 / ((1 << bits) - 1) : 1));
   const __m512i table = has_table ? _mm512_loadu_si512(how.table) : _mm512_setzero_si512();
-  const int groups_of_step = a.group < a.k && a.group < step ? static_cast<int>(step / a.group) : 1;
-  alignas(64) int group_of_lane[lanes];
-  for (int lane = 0; lane < lanes; lane++) group_of_lane[lane] = lane * groups_of_step / lanes;
-  const __m512i of_lane = _mm512_load_si512(group_of_lane);
-  const int64_t whole = a.k / step, slices = (a.k + slice - 1) / slice;
+  const float unit = a.has_outer ? how.unit * a.outer : how.unit;
+  const int64_t slices = (a.k + slice - 1) / slice, whole = a.k / columns, groups = (a.k + a.group - 1) / a.group;
+  const bool has_zeros = a.zero_point.data != nullptr;
+  int64_t row[R];
   Planes<bits> planes[R];
-  for (int r = 0; r < R; r++) planes[r] = Planes<bits>(a.packed + (row + r) * a.packed_stride, a.k);
+  LastStep<bits> last[R];
+  for (int r = 0; r < R; r++) {
+    row[r] = begin + r < end ? begin + r : end - 1;
+    planes[r] = Planes<bits>(a.packed + row[r] * a.packed_stride, a.k);
+    if (whole < x.steps) last[r].copy(planes[r], whole, a.k);
+  }
+  // The same place in the next tile, for the second-level cache: rows are short and several are read at once, which is more than
+  // a processor foresees, and the first level is full of digits.
+  const uintptr_t ahead = static_cast<uintptr_t>(R * a.packed_stride);
+  alignas(64) float scale[R][chunk / 4 + 48];
+  alignas(64) float zero[R][chunk / 4 + 48];  // integers, where there are three digits
+  __m512i largest_zero = _mm512_setzero_si512();
   __m512 total[R][M];
   for (auto& of_row : total)
     for (__m512& t : of_row) t = _mm512_setzero_ps();
 
-  for (int64_t i = 0; i < x.runs; i++) {
-    const Run& run = x.run[i];
-    OfRun of[R];
-    for (int r = 0; r < R; r++) of[r] = of_run(a, how, run.group, row + r, groups_of_step, of_lane);
-    __m512i sum[R][M][digits_of_number];
-    for (int m = 0; m < M; m++)
-      for (int d = 0; d < digits_of_number; d++) {
-        const __m512i share = _mm512_loadu_si512(x.sums + ((m * x.runs + i) * digits_of_number + d) * lanes);
-        for (int r = 0; r < R; r++) sum[r][m][d] = a.zero_point.data ? _mm512_mullo_epi32(of[r].zero, share) : share;
-      }
-    const auto add = [&](const Planes<bits>& of_row, int64_t at, int64_t digits_at, int r) {
-      const __m512i bytes = bytes_of<has_table>(codes_of<bits>(of_row, at), flipped, table);
-      for (int m = 0; m < M; m++)
-        for (int d = 0; d < digits_of_number; d++)
-          sum[r][m][d] = _mm512_dpbusd_epi32(
-              sum[r][m][d], bytes, _mm512_loadu_si512(x.digits + (m * digits_of_number + d) * x.padded + digits_at * step));
-    };
-    const int64_t end = run.step + run.steps;
-    for (int64_t s = run.step; s < (end < whole ? end : whole); s++)
-      for (int r = 0; r < R; r++) add(planes[r], s, s, r);
-    if (end > whole) {  // the last step is no whole one: nothing is read beyond a row
-      for (int r = 0; r < R; r++) {
-        uint8_t copies[Planes<bits>::count][step] = {};
-        Planes<bits> copied;
-        for (int p = 0; p < Planes<bits>::count; p++) {
-          const int width = Planes<bits>::width(p);
-          memcpy(copies[p], planes[r].at[p] + whole * width * (step / 8), ((a.k - whole * step) * width + 7) / 8);
-          copied.at[p] = copies[p];
+  for (int64_t from = 0; from < x.steps; from += steps_of_chunk) {
+    const int64_t to = from + steps_of_chunk < x.steps ? from + steps_of_chunk : x.steps;
+    const int64_t first = x.first_group[from];
+    const int64_t past = to * columns >= a.k ? groups : (to * columns - 1) / a.group + 1;
+    for (int r = 0; r < R; r++) {
+      take_scales(a, of_byte, row[r], first, past - first, unit, scale[r]);
+      if (has_zeros) largest_zero = _mm512_max_epu32(largest_zero, take_zeros(a, row[r], first, past - first, D < 3, zero[r]));
+    }
+    for (int64_t s0 = from; s0 < to; s0 += steps_of_slice) {
+      __m512 part[R][M];
+      for (auto& of_row : part)
+        for (__m512& p : of_row) p = _mm512_setzero_ps();
+      const int64_t s1 = s0 + steps_of_slice < to ? s0 + steps_of_slice : to;
+      for (int64_t s = s0; s < s1; s++) {
+        const int64_t group = x.first_group[s] - first;
+        const int8_t* digits = x.digits + (s * a.m + m0) * D * F * 64;
+        const int32_t* sums = x.sums + (s * a.m + m0) * lanes;
+        __m512i bytes[R][F];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+          if (s < whole) {
+            for (int p = 0; p < P::count; p++)
+              _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(planes[r].at[p] + s * P::bytes(p)) + ahead), _MM_HINT_T1);
+            bytes_of<bits, has_table>(planes[r], s, flipped, table, bytes[r]);
+          } else {
+            bytes_of<bits, has_table>(last[r].planes, 0, flipped, table, bytes[r]);
+          }
         }
-        add(copied, 0, whole, r);
+        const auto of_lane = [&](const float* all) {
+          if (!x.group_of_lane) return _mm512_set1_ps(all[group]);
+          return _mm512_permutexvar_ps(_mm512_loadu_si512(x.group_of_lane + s * lanes), _mm512_loadu_ps(all + group));
+        };
+        __m512 scales[R], zeros[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) scales[r] = of_lane(scale[r]), zeros[r] = has_zeros ? of_lane(zero[r]) : scales[r];
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) {
+          __m512i sum[R];
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_si512();
+#pragma GCC unroll 3
+          for (int d = 0; d < D; d++) {
+#pragma GCC unroll 8
+            for (int f = 0; f < F; f++) {
+              const __m512i digit = _mm512_loadu_si512(digits + ((m * D + d) * F + f) * 64);
+#pragma GCC unroll 4
+              for (int r = 0; r < R; r++)
+                sum[r] = _mm512_dpbusd_epi32(d && !f ? _mm512_slli_epi32(sum[r], 8) : sum[r], bytes[r][f], digit);
+            }
+          }
+          const __m512i share = _mm512_loadu_si512(sums + m * lanes);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++) {
+            __m512 all;
+            if (!has_zeros) {
+              all = _mm512_cvtepi32_ps(_mm512_add_epi32(sum[r], share));
+            } else if constexpr (D < 3) {  // no more than 24 bits: exact in floats
+              all = _mm512_fmadd_ps(zeros[r], _mm512_castsi512_ps(share), _mm512_cvtepi32_ps(sum[r]));
+            } else {
+              all = _mm512_cvtepi32_ps(_mm512_add_epi32(sum[r], _mm512_mullo_epi32(_mm512_castps_si512(zeros[r]), share)));
+            }
+            part[r][m] = _mm512_fmadd_ps(all, scales[r], part[r][m]);
+          }
+        }
+      }
+      for (int m = 0; m < M; m++) {
+        const __m512 of_slice = _mm512_set1_ps(x.scale[(m0 + m) * slices + s0 * columns / slice]);
+        for (int r = 0; r < R; r++) total[r][m] = _mm512_fmadd_ps(part[r][m], of_slice, total[r][m]);
       }
     }
-    for (int r = 0; r < R; r++)
-      for (int m = 0; m < M; m++) {
-        const __m512 high = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][m][0]), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sum[r][m][1]));
-        const __m512 all = _mm512_fmadd_ps(high, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sum[r][m][2]));
-        // One half of the scale of x with either factor, so that neither leaves what a float can hold.
-        const float* of_x = x.scale + (m * slices + run.slice) * 2;
-        const __m512 scale = _mm512_mul_ps(of[r].scale, _mm512_set1_ps(of_x[1]));
-        total[r][m] = _mm512_fmadd_ps(_mm512_mul_ps(all, _mm512_set1_ps(of_x[0])), scale, total[r][m]);
-      }
   }
   for (int r = 0; r < R; r++)
-    for (int m = 0; m < M; m++) a.y[m * a.n + row + r] = _mm512_reduce_add_ps(total[r][m]);
+    for (int m = 0; m < M; m++) a.y[(m0 + m) * a.n + row[r]] = _mm512_reduce_add_ps(total[r][m]);
+  return _mm512_cmpgt_epu32_mask(largest_zero, _mm512_set1_epi32((1 << bits) - 1)) == 0;
 }
 
-template <int bits, bool has_table, int M>
-void rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
-  constexpr int R = M == 1 ? 4 : 2;
-  int64_t row = begin;
-  for (; row + R <= end; row += R) tile<bits, has_table, M, R>(a, how, x, row);
-  for (; row < end; row++) tile<bits, has_table, M, 1>(a, how, x, row);
+template <int bits, bool has_table, int D>
+bool rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
+  const ByteScales of_byte(a.scale);
+  bool good = true;
+  for (int64_t row = begin; row < end; row += 4) {
+    int64_t m = 0;
+    for (; m + 4 <= a.m; m += 4) good = tile<bits, has_table, D, 4, 4>(a, how, x, of_byte, m, row, end) && good;
+    if (m + 2 <= a.m) good = tile<bits, has_table, D, 2, 4>(a, how, x, of_byte, m, row, end) && good, m += 2;
+    if (m < a.m) good = tile<bits, has_table, D, 1, 4>(a, how, x, of_byte, m, row, end) && good;
+  }
+  return good;
 }
 
 template <int bits, bool has_table>
-void for_m(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
-  if (a.m == 1) return rows<bits, has_table, 1>(a, how, x, begin, end);
+bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
+  if (x.count == 1) return rows<bits, has_table, 1>(a, how, x, begin, end);
+  if (x.count == 3) return rows<bits, has_table, 3>(a, how, x, begin, end);
   return rows<bits, has_table, 2>(a, how, x, begin, end);
+}
+
+// The unit of a slice whose largest number is `most`, as two factors of what it is divided by. Three digits: a power of two, no
+// smaller than a float goes, and integers of no more than 2^22 - 1. Two: most / 32639, the largest that two digits hold.
+struct Unit {
+  float unit, up, further;
+  int most;
+  Unit(float largest, int digits) {
+    if (digits == 2) {
+      unit = largest / 32639, up = unit > 0 ? 1 / unit : 0, further = 1, most = 32639;
+      return;
+    }
+    const int e = largest > 0 ? std::ilogb(largest) : 0, low = e - 21 < -149 ? -149 : e - 21;
+    unit = std::ldexp(1.0f, low), up = std::ldexp(1.0f, -low / 2), further = std::ldexp(1.0f, -low - -low / 2), most = (1 << 22) - 1;
+  }
+  __m512i operator()(__m512 numbers) const {
+    const __m512i limit = _mm512_set1_epi32(most);
+    const __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(numbers, _mm512_set1_ps(up)), _mm512_set1_ps(further)));
+    return _mm512_max_epi32(_mm512_min_epi32(all, limit), _mm512_sub_epi32(_mm512_setzero_si512(), limit));
+  }
+};
+
+// A column's byte to the place that its field has: 64 columns, which are the part `part` of a step.
+template <int F>
+inline void spread(__m512i bytes, int part, int8_t* to) {
+  for (int f = 0; f < F; f++) {
+    int8_t* field = to + f * 64 + part * (64 / F);
+    if constexpr (F == 1) _mm512_storeu_si512(field, bytes);
+    if constexpr (F == 2) _mm256_storeu_si256(reinterpret_cast<__m256i*>(field), _mm512_cvtepi16_epi8(_mm512_srli_epi16(bytes, 8 * f)));
+    if constexpr (F == 4) _mm_storeu_si128(reinterpret_cast<__m128i*>(field), _mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 8 * f)));
+  }
+}
+
+// The largest magnitude of a row; infinity or NaN where it holds such.
+inline float largest_of(const Numbers& x, int64_t at, int64_t count) {
+  __m512i largest = _mm512_setzero_si512();  // as integers, of which those of infinity and NaN are the largest
+  for (int64_t i = 0; i < count; i += lanes) {
+    const __mmask16 mask = static_cast<__mmask16>(count - i < lanes ? (1u << (count - i)) - 1 : ~0u);
+    largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(numbers_at(x, at + i, mask))));
+  }
+  const int32_t bits = _mm512_reduce_max_epi32(largest);
+  float most;
+  memcpy(&most, &bits, 4);
+  return most;
+}
+
+template <int F, int D>
+bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to) {
+  constexpr int64_t columns = 64 * F;
+  const int64_t slices = (a.k + slice - 1) / slice;
+  for (int64_t m = 0; m < a.m; m++) {
+    float of_row = 0;  // with one digit
+    if (D == 1) {
+      const float most = largest_of(x, m * x.stride, a.k);
+      of_row = !(most < INFINITY) ? NAN : to.given ? *to.given : most / 127;
+    }
+    for (int64_t n = 0; n < slices; n++) {
+      const int64_t first = n * slice, count = a.k - first < slice ? a.k - first : slice;
+      const int64_t padded = (count + columns - 1) / columns * columns;
+      alignas(64) float numbers[slice];
+      __m512i largest = _mm512_setzero_si512();  // as integers, of which those of infinity and NaN are the largest
+      for (int64_t i = 0; i < padded; i += lanes) {
+        const int64_t left = count - i;
+        const __mmask16 mask = static_cast<__mmask16>(left >= lanes ? ~0u : left > 0 ? (1u << left) - 1 : 0);
+        const __m512 some = mask ? numbers_at(x, m * x.stride + first + i, mask) : _mm512_setzero_ps();
+        _mm512_store_ps(numbers + i, some);
+        largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(some)));
+      }
+      const int32_t bits = _mm512_reduce_max_epi32(largest);
+      if (D > 1 && bits >= 0x7f800000) return false;
+      float most;
+      memcpy(&most, &bits, 4);
+      if (D == 2 && most > 0 && most < 0x1p-100f) return false;  // its unit might be no normal number
+      const Unit unit(D == 1 ? 0 : most, D);
+      to.scale[m * slices + n] = D == 1 ? of_row : unit.unit;
+      const __m512 over = _mm512_set1_ps(of_row == 0 ? INFINITY : of_row);
+      for (int64_t i = 0; i < padded; i += 64) {
+        alignas(64) int8_t digit[D][64];
+        for (int j = 0; j < 64; j += lanes) {
+          // Digits of -128 to 127, the lowest first: what is left is divided by 256 without a rest.
+          __m512i left;
+          if constexpr (D == 1) {
+            const __m512i near = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_div_ps(_mm512_load_ps(numbers + i + j), over), _mm512_set1_ps(127)));
+            left = _mm512_max_epi32(near, _mm512_set1_epi32(-128));
+          } else {
+            left = unit(_mm512_load_ps(numbers + i + j));
+          }
+          for (int d = D - 1; d >= 0; d--) {
+            const __m512i above = _mm512_srai_epi32(_mm512_add_epi32(left, _mm512_set1_epi32(128)), 8);
+            const __m512i own = d ? _mm512_sub_epi32(left, _mm512_slli_epi32(above, 8)) : left;
+            _mm_store_si128(reinterpret_cast<__m128i*>(digit[d] + j), _mm512_cvtepi32_epi8(own));
+            left = above;
+          }
+        }
+        const int64_t step = (first + i) / columns, part = (first + i) % columns / 64;
+        for (int d = 0; d < D; d++)
+          spread<F>(_mm512_load_si512(digit[d]), static_cast<int>(part), to.digits + ((step * a.m + m) * D + d) * columns);
+      }
+    }
+  }
+  for (int64_t i = 0; i < to.steps * a.m; i++) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int d = 0; d < D; d++) {
+      sum = _mm512_slli_epi32(sum, 8);
+      for (int f = 0; f < F; f++) sum = _mm512_dpbusd_epi32(sum, every(1), _mm512_loadu_si512(to.digits + ((i * D + d) * F + f) * 64));
+    }
+    // Without zero points the share is that of the offset, whatever the row.
+    if (!a.zero_point.data) sum = _mm512_mullo_epi32(sum, _mm512_set1_epi32(-how.offset));
+    else if (D < 3) sum = _mm512_castps_si512(_mm512_cvtepi32_ps(sum));
+    _mm512_storeu_si512(to.sums + i * lanes, sum);
+  }
+  return true;
 }
 
 }  // namespace
 
 bool take_digits(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to) {
-  const int64_t slices = (a.k + slice - 1) / slice;
-  for (int64_t m = 0; m < a.m; m++) {
-    for (int64_t s = 0; s < slices; s++) {
-      const int64_t first = s * slice, count = a.k - first < slice ? a.k - first : slice;
-      const int64_t padded = to.padded - first < slice ? to.padded - first : slice;
-      alignas(64) float numbers[slice] = {};
-      __m512i largest = _mm512_setzero_si512();  // as integers, of which those of infinity and NaN are the largest
-      for (int64_t i = 0; i < count; i++) numbers[i] = number_at(x, m * x.stride + first + i);
-      for (int64_t i = 0; i < padded; i += lanes)
-        largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(_mm512_load_ps(numbers + i))));
-      const int32_t bits = _mm512_reduce_max_epi32(largest);
-      if (bits >= 0x7f800000) return false;
-      float most;
-      memcpy(&most, &bits, 4);
-      // 2^e <= most < 2^(e + 1): a digit's unit is 2^(e - 21), no smaller than a float goes.
-      const int e = most > 0 ? std::ilogb(most) : 0, low = e - 21 < -149 ? -149 : e - 21;
-      const int half = low / 2;
-      to.scale[(m * slices + s) * 2] = std::ldexp(1.0f, half);
-      to.scale[(m * slices + s) * 2 + 1] = std::ldexp(1.0f, low - half);
-      const __m512 up = _mm512_set1_ps(std::ldexp(1.0f, -half)), further = _mm512_set1_ps(std::ldexp(1.0f, half - low));
-      for (int64_t i = 0; i < padded; i += lanes) {
-        const __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(numbers + i), up), further));
-        // Digits of -128 to 127, the lowest first: what is left is divided by 256 without a rest.
-        const __m512i half_digit = _mm512_set1_epi32(128);
-        const __m512i second = _mm512_srai_epi32(_mm512_add_epi32(all, half_digit), 8);
-        const __m512i first_digit = _mm512_srai_epi32(_mm512_add_epi32(second, half_digit), 8);
-        const __m512i digit[digits_of_number] = {first_digit, _mm512_sub_epi32(second, _mm512_slli_epi32(first_digit, 8)),
-                                                 _mm512_sub_epi32(all, _mm512_slli_epi32(second, 8))};
-        for (int d = 0; d < digits_of_number; d++)
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(to.digits + (m * digits_of_number + d) * to.padded + first + i),
-                           _mm512_cvtepi32_epi8(digit[d]));
-      }
-    }
-    for (int64_t i = 0; i < to.runs; i++) {
-      const Run& run = to.run[i];
-      for (int d = 0; d < digits_of_number; d++) {
-        __m512i sums = _mm512_setzero_si512();
-        for (int64_t s = run.step; s < run.step + run.steps; s++)
-          sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1),
-                                     _mm512_loadu_si512(to.digits + (m * digits_of_number + d) * to.padded + s * step));
-        // Without zero points the share is that of the offset, whatever the row.
-        if (!a.zero_point.data) sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-how.offset));
-        _mm512_storeu_si512(to.sums + ((m * to.runs + i) * digits_of_number + d) * lanes, sums);
-      }
-    }
+  const auto with = [&](auto fields) {
+    constexpr int F = decltype(fields)::value;
+    if (to.count == 1) return take<F, 1>(a, how, x, to);
+    return to.count == 3 ? take<F, 3>(a, how, x, to) : take<F, 2>(a, how, x, to);
+  };
+  switch (fields_of(a.bits)) {
+    case 1: return with(std::integral_constant<int, 1>());
+    case 2: return with(std::integral_constant<int, 2>());
+    default: return with(std::integral_constant<int, 4>());
   }
-  return true;
 }
 
-void digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
+bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
   const auto with = [&](auto bits) {
     constexpr int b = decltype(bits)::value;
     if constexpr (b <= 6)
-      if (how.table) return for_m<b, true>(a, how, x, begin, end);
-    return for_m<b, false>(a, how, x, begin, end);
+      if (how.table) return with_digits<b, true>(a, how, x, begin, end);
+    return with_digits<b, false>(a, how, x, begin, end);
   };
   switch (a.bits) {
-    case 1: return with(std::integral_constant<int, 1>());
     case 2: return with(std::integral_constant<int, 2>());
     case 3: return with(std::integral_constant<int, 3>());
     case 4: return with(std::integral_constant<int, 4>());

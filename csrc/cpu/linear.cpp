@@ -6,38 +6,12 @@
 #include "linear.h"
 
 #include "codes.h"
+#include "numbers.h"
+#include "shifted.h"
 #include "vectors.h"
 
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
-
-inline float stored_half(uint16_t half) {
-#if defined(__F16C__)
-  return _cvtsh_ss(half);
-#else
-  return half_to_float(half);
-#endif
-}
-
-inline float number_at(const Numbers& numbers, int64_t i) {
-  switch (numbers.stored) {
-    case Stored::float32: return static_cast<const float*>(numbers.data)[i];
-    case Stored::bfloat16: return bfloat16_to_float(static_cast<const uint16_t*>(numbers.data)[i]);
-    case Stored::float16: return stored_half(static_cast<const uint16_t*>(numbers.data)[i]);
-    case Stored::bytes: break;
-  }
-  const uint8_t byte = static_cast<const uint8_t*>(numbers.data)[i];
-  return numbers.table ? numbers.table[byte] : static_cast<float>(byte);
-}
-
-inline float scale_of(const Linear& a, int64_t row, int64_t g) {
-  const float scale = number_at(a.scale, row * a.scale.stride + g);
-  return a.has_outer ? scale * a.outer : scale;
-}
-
-inline float zero_of(const Linear& a, int64_t row, int64_t g) {
-  return a.zero_point.data ? number_at(a.zero_point, row * a.zero_point.stride + g) : 0.0f;
-}
 
 inline void unpack_any(int bits, const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
   switch (bits) {
@@ -99,6 +73,29 @@ struct Decoder<Codes::signed_bytes> : Bytes<true> {
 template <>
 struct Decoder<Codes::unsigned_bytes> : Bytes<false> {
   using Bytes::Bytes;
+};
+
+// Groups are whole blocks; what a shifted number counts, `unit`, is in the scale.
+template <>
+struct Decoder<Codes::shifted> {
+  Decoder(const Linear&, float) {}
+  template <int bits>
+  static void of_width(const Linear& a, const uint8_t* row, const Span& span, int64_t first, Floats& w0, Floats& w1) {
+    const int64_t left = span.first + span.count - first;
+    CodeBytes codes;
+    if (left >= block) {
+      codes = codes_from<bits>(row, a.k, first);
+    } else {  // nothing is read beyond a row
+      uint8_t copy[block] = {};
+      for (int64_t i = 0; i < left; i++) copy[i] = static_cast<uint8_t>(code_at<bits>(row, a.k, first + i));
+      memcpy(&codes, copy, sizeof codes);
+    }
+    shifted_halves<bits>(a.shifted, codes, w0, w1);
+  }
+  void block_at(const Linear& a, const uint8_t* row, const Span& span, int64_t first, Floats& w0, Floats& w1) const {
+    if (a.bits == 8) return of_width<8>(a, row, span, first, w0, w1);
+    of_width<6>(a, row, span, first, w0, w1);
+  }
 };
 
 template <>
@@ -215,6 +212,23 @@ void tile_of_decoded(const Linear& a, Decode decode, int64_t row) {
     for (int m = 0; m < M; m++) a.y[m * a.n + row + r] = sum(total[r][m]);
 }
 
+// The same group of the next rows, for the second-level cache: several short rows read at once are more than a processor
+// foresees.
+inline void fetch_ahead(const Linear& a, const uint8_t* const* rows, int count, const Span& span) {
+#if defined(__AVX2__)
+  const auto fetch = [&](int64_t from, int64_t bytes) {
+    for (int r = 0; r < count; r++)
+      for (int64_t at = 0; at < bytes; at += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(rows[r] + from + at) + count * a.packed_stride), _MM_HINT_T1);
+  };
+  const int widest = a.bits & 8 ? 8 : a.bits & 4 ? 4 : a.bits & 2 ? 2 : 1;
+  fetch(span.first * widest / 8, span.count * widest / 8);
+  if (a.bits != widest) fetch((a.k * widest + 7) / 8 + span.first * (a.bits - widest) / 8, span.count * (a.bits - widest) / 8);
+#else
+  (void)a, (void)rows, (void)count, (void)span;
+#endif
+}
+
 // R rows of the weight times M rows of x.
 template <Codes codes, int M, int R>
 void tile(const Linear& a, int64_t row) {
@@ -228,6 +242,7 @@ void tile(const Linear& a, int64_t row) {
     const Span span = span_of(a, g);
     auto sum_group = [&](const auto&... decoder) __attribute__((always_inline)) {
       const Decoder<codes>* decoders[] = {&decoder...};
+      fetch_ahead(a, packed, R, span);
       Floats part[R][M];
       for (auto& r : part)
         for (Floats& p : r) p = zeros();
@@ -242,7 +257,8 @@ void tile(const Linear& a, int64_t row) {
         }
       }
       for (int r = 0; r < R; r++) {
-        const Floats scale = broadcast(scale_of(a, row + r, g));
+        const float unit = codes == Codes::shifted ? a.shifted.unit : 1.0f;
+        const Floats scale = broadcast(scale_of(a, row + r, g) * unit);
         for (int m = 0; m < M; m++) total[r][m] = fma(part[r][m], scale, total[r][m]);
       }
     };
@@ -315,6 +331,7 @@ void linear(const Linear& a, int64_t begin, int64_t end) {
     case Codes::signed_bytes: return rows_for_m<Codes::signed_bytes>(a, begin, end);
     case Codes::unsigned_bytes: return rows_for_m<Codes::unsigned_bytes>(a, begin, end);
     case Codes::integers: return rows_for_m<Codes::integers>(a, begin, end);
+    case Codes::shifted: return rows_for_m<Codes::shifted>(a, begin, end);
     case Codes::halves: return rows_for_m<Codes::halves>(a, begin, end);
     case Codes::table: return rows_for_m<Codes::table>(a, begin, end);
   }

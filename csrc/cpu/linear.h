@@ -16,6 +16,7 @@ enum class Codes {
   signed_bytes,    // int8
   unsigned_bytes,  // uint8
   integers,        // integers of any other width
+  shifted,         // 6 or 8 bits: 16-bit floats without some bits, times a power of two
   halves,          // any format whose numbers are 16-bit floats exactly: a table in registers
   table,           // any format of 1 to 8 bits: a table in memory
 };
@@ -30,6 +31,15 @@ struct Numbers {
   const float* table = nullptr;  // what the bytes stand for; none: the bytes are integers
 };
 
+// A number is the 16-bit float (code, its sign extended, << up) & mask, times `unit`; or NaN where all bits but the sign are set
+// and has_nan.
+struct Shifted {
+  int up;
+  uint16_t mask;
+  float unit;
+  bool has_nan;
+};
+
 struct Linear {
   Codes codes;
   int bits;
@@ -38,6 +48,7 @@ struct Linear {
   const float* values;  // [2^bits]
   const uint16_t* halves;  // [256]: the same numbers as 16-bit floats, where they are that
   bool is_signed;          // of integers: two's complement
+  Shifted shifted;         // of codes that are 16-bit floats without some bits
   Numbers scale;        // [n, groups]
   Numbers zero_point;   // [n, groups]; data is null where there is none
   float outer;

@@ -1,0 +1,203 @@
+// Rows of a weight as numbers, compiled once for each instruction set (LOWBIT_SET is its namespace): each is computed in fp32,
+// (code's number - zero point) * scale, and rounded once.
+//
+// Codes of up to six bits in large groups go through a table of a group's numbers as they are stored, thirty-two at a time.
+#include "panels.h"
+
+#include <cmath>
+#include <type_traits>
+
+#include "codes.h"
+#include "numbers.h"
+#include "shifted.h"
+#include "vectors.h"
+
+namespace lowbit::cpu::LOWBIT_SET {
+namespace {
+
+template <Stored type>
+using Element = std::conditional_t<type == Stored::float32, float, uint16_t>;
+
+template <Stored type>
+inline Element<type> rounded(float number) {
+  if constexpr (type == Stored::float32) return number;
+  else if constexpr (type == Stored::bfloat16) return to_bfloat16(number);
+  else return to_half(number);
+}
+
+#if defined(__AVX512BW__)
+// Thirty-two numbers as 16-bit ones. A NaN has lower bits of 0: see `group`.
+template <Stored type>
+inline __m512i halves_of(Floats a, Floats b) {
+  if constexpr (type == Stored::float16) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT)),
+                              _mm512_cvtps_ph(b.v, _MM_FROUND_TO_NEAREST_INT), 1);
+  } else {
+    const auto up = [](Floats numbers) {
+      const __m512i bits = _mm512_castps_si512(numbers.v);
+      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+      return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    };
+    const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
+                                           19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return _mm512_permutex2var_epi16(up(a), upper, up(b));
+  }
+}
+#endif
+
+// Thirty-two numbers, rounded and stored.
+template <Stored type>
+inline void put(Element<type>* to, Floats a, Floats b) {
+  if constexpr (type == Stored::float32) {
+    store(to, a);
+    store(to + 16, b);
+  } else {
+#if defined(__AVX512BW__)
+    _mm512_storeu_si512(to, halves_of<type>(a, b));
+#elif defined(__AVX2__)
+    float all[32];
+    if constexpr (type == Stored::float16) {
+      const __m256 numbers[] = {a.a, a.b, b.a, b.b};
+      for (int i = 0; i < 4; i++)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 8 * i), _mm256_cvtps_ph(numbers[i], _MM_FROUND_TO_NEAREST_INT));
+    } else {
+      store(all, a);
+      store(all + 16, b);
+      for (int i = 0; i < 32; i++) to[i] = rounded<type>(all[i]);
+    }
+#else
+    for (int i = 0; i < 16; i++) to[i] = rounded<type>(a.v[i]), to[i + 16] = rounded<type>(b.v[i]);
+#endif
+  }
+}
+
+inline Floats times(Floats a, Floats b) { return fma(a, b, broadcast(-0.0f)); }
+
+// Thirty-two codes of a group as numbers.
+template <int bits, Stored type>
+struct InOrder {
+  const Linear& a;
+  Halves<bits> halves;
+  int sign;
+  Floats zero = {}, scale = {}, unit;
+  explicit InOrder(const Linear& a) : a(a), halves(a.halves ? a.halves : nothing()), sign(a.is_signed ? 1 << (bits - 1) : 0), unit(broadcast(a.shifted.unit)) {}
+  static const uint16_t* nothing() {
+    static const uint16_t zeros[256] = {};
+    return zeros;
+  }
+  void group(float z, float s) { zero = broadcast(z), scale = broadcast(s); }
+  void operator()(const uint8_t* row, int64_t first, Element<type>* to) const {
+    Floats w0, w1;
+    if (bits == 8 && a.codes == Codes::signed_bytes) {
+      w0 = signed_bytes(row + first), w1 = signed_bytes(row + first + 16);
+    } else if (bits == 8 && a.codes == Codes::unsigned_bytes) {
+      w0 = unsigned_bytes(row + first), w1 = unsigned_bytes(row + first + 16);
+    } else {
+      const CodeBytes codes = codes_from<bits>(row, a.k, first);
+      if (a.codes == Codes::shifted) {
+        shifted_halves<bits>(a.shifted, codes, w0, w1);
+        w0 = times(w0, unit), w1 = times(w1, unit);
+      } else if (a.codes == Codes::halves) {
+        halves(codes, w0, w1);
+      } else if (a.codes == Codes::integers) {
+        integers(codes, sign, w0, w1);
+      } else {
+        uint8_t bytes[codes_at_a_time];
+        memcpy(bytes, &codes, sizeof bytes);
+        w0 = look_up(bytes, a.values), w1 = look_up(bytes + 16, a.values);
+      }
+    }
+    put<type>(to, times(subtract(w0, zero), scale), times(subtract(w1, zero), scale));
+  }
+};
+
+#if defined(__AVX512BW__)
+// The same through a table of the group's numbers.
+template <int bits, Stored type>
+struct ByTable {
+  static constexpr int vectors = bits <= 4 ? 1 : 1 << (bits - 4);
+  const Linear& a;
+  Floats values[vectors];
+  __m512i table[(vectors + 1) / 2];
+  explicit ByTable(const Linear& a) : a(a) {
+    for (int i = 0; i < vectors; i++)
+      values[i].v = _mm512_maskz_loadu_ps(static_cast<__mmask16>(bits < 4 ? (1 << (1 << bits)) - 1 : -1), a.values + 16 * i);
+  }
+  void group(float z, float s) {
+    const Floats zero = broadcast(z), scale = broadcast(s);
+    const auto at = [&](int i) { return times(subtract(values[i], zero), scale); };
+    if constexpr (vectors == 1) {
+      table[0] = halves_of<type>(at(0), at(0));
+    } else {
+      for (int i = 0; i < vectors; i += 2) table[i / 2] = halves_of<type>(at(i), at(i + 1));
+    }
+  }
+  void operator()(const uint8_t* row, int64_t first, uint16_t* to) const {
+    __m512i index;
+    if constexpr (bits == 4) {  // the look-up takes five bits of each, and the table holds its sixteen numbers twice
+      const __m512i bytes = _mm512_cvtepu8_epi32(bytes_of(row + first / 2));
+      index = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    } else {
+      index = _mm512_cvtepu8_epi16(codes_from<bits>(row, a.k, first).v);
+    }
+    if constexpr (bits <= 5) {
+      _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, table[0]));
+    } else {
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(table[0], index, table[1]));
+    }
+  }
+};
+#endif
+
+template <int bits, Stored type, class Decode>
+void rows_with(const Linear& a, Element<type>* out, int64_t begin, int64_t end) {
+  Decode decode(a);
+  for (int64_t row = begin; row < end; row++) {
+    const uint8_t* packed = a.packed + row * a.packed_stride;
+    Element<type>* to = out + row * a.k;
+    for (int64_t g = 0, first = 0; first < a.k; g++) {
+      const int64_t past = first + a.group < a.k ? first + a.group : a.k;
+      const float zero = zero_of(a, row, g), found = scale_of(a, row, g);
+      const float scale = found == found ? found : NAN;  // whose lower bits are 0
+      if (first % byte_aligned_codes(bits) == 0) {
+        decode.group(zero, scale);
+        for (; first + codes_at_a_time <= past; first += codes_at_a_time) decode(packed, first, to + first);
+      }
+      for (; first < past; first++) to[first] = rounded<type>((a.values[code_at<bits>(packed, a.k, first)] - zero) * scale);
+    }
+  }
+}
+
+template <int bits, Stored type>
+void rows_of(const Linear& a, void* out, int64_t begin, int64_t end) {
+  Element<type>* to = static_cast<Element<type>*>(out);
+#if defined(__AVX512BW__)
+  if constexpr (bits <= 6 && type != Stored::float32)
+    if (a.group >= 2 << bits) return rows_with<bits, type, ByTable<bits, type>>(a, to, begin, end);
+#endif
+  return rows_with<bits, type, InOrder<bits, type>>(a, to, begin, end);
+}
+
+template <int bits>
+void for_type(const Linear& a, Stored type, void* out, int64_t begin, int64_t end) {
+  if (type == Stored::bfloat16) return rows_of<bits, Stored::bfloat16>(a, out, begin, end);
+  if (type == Stored::float16) return rows_of<bits, Stored::float16>(a, out, begin, end);
+  return rows_of<bits, Stored::float32>(a, out, begin, end);
+}
+
+}  // namespace
+
+void panel(const Linear& a, Stored type, void* out, int64_t begin, int64_t end) {
+  switch (a.bits) {
+    case 1: return for_type<1>(a, type, out, begin, end);
+    case 2: return for_type<2>(a, type, out, begin, end);
+    case 3: return for_type<3>(a, type, out, begin, end);
+    case 4: return for_type<4>(a, type, out, begin, end);
+    case 5: return for_type<5>(a, type, out, begin, end);
+    case 6: return for_type<6>(a, type, out, begin, end);
+    case 7: return for_type<7>(a, type, out, begin, end);
+    default: return for_type<8>(a, type, out, begin, end);
+  }
+}
+
+}  // namespace lowbit::cpu::LOWBIT_SET

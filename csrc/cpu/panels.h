@@ -1,0 +1,21 @@
+// Rows of a weight as numbers of a 16-bit or 32-bit type: what the binding hands to the kernel. See panels.cpp.
+#pragma once
+
+#include "linear.h"
+
+namespace lowbit::cpu {
+
+// Rows begin .. end - 1 of the weight into `out` [n, k] of `type`. One for each instruction set, chosen by the processor at run
+// time.
+#define LOWBIT_DECLARE(set) \
+  namespace set {           \
+  void panel(const Linear&, Stored type, void* out, int64_t begin, int64_t end); \
+  }
+LOWBIT_DECLARE(portable)
+#if defined(__x86_64__)
+LOWBIT_DECLARE(avx2)
+LOWBIT_DECLARE(avx512)
+#endif
+#undef LOWBIT_DECLARE
+
+}  // namespace lowbit::cpu

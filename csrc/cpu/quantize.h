@@ -1,0 +1,33 @@
+// Rows of a weight rounded to nearest and packed: what the binding hands to the kernel. See quantize.cpp.
+#pragma once
+
+#include "linear.h"
+
+namespace lowbit::cpu {
+
+struct Quantize {
+  Numbers w;              // [n, k]
+  int64_t n, k, group;
+  int bits;
+  float low, high;        // the integers that codes stand for
+  float largest;          // what the largest magnitude of a group is divided by; with zero points `high`
+  Stored stored;          // how scales are stored
+  void* scale;            // [n, groups]
+  uint8_t* zero;          // [n, groups]; none: codes have a sign
+  uint8_t* packed;        // [n, packed_size(bits, k)]
+};
+
+// Rows begin .. end - 1. False: a weight is not finite, or a scale that is not 0 became 0 or infinite as it was stored. One for
+// each instruction set, chosen by the processor at run time.
+#define LOWBIT_DECLARE(set)                                              \
+  namespace set {                                                        \
+  bool quantize(const Quantize&, int64_t begin, int64_t end);            \
+  }
+LOWBIT_DECLARE(portable)
+#if defined(__x86_64__)
+LOWBIT_DECLARE(avx2)
+LOWBIT_DECLARE(avx512)
+#endif
+#undef LOWBIT_DECLARE
+
+}  // namespace lowbit::cpu

@@ -1,0 +1,157 @@
+// Steps of a weight's rows with AVX-512 and VBMI: 64 bytes of the widest plane at a time, as codes, and the scales beside them.
+#pragma once
+
+#include <immintrin.h>
+
+#include "digits.h"
+
+namespace lowbit::cpu::avx512vnni {
+namespace {
+
+inline __m128i bytes16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline __m256i bytes32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline __m512i every(int byte) { return _mm512_set1_epi8(static_cast<char>(byte)); }
+
+// Sixteen numbers from element i on, of which `mask` are read; the others are 0.
+inline __m512 numbers_at(const Numbers& numbers, int64_t i, __mmask16 mask) {
+  switch (numbers.stored) {
+    case Stored::float32: return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(numbers.data) + i);
+    case Stored::float16: return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(numbers.data) + i));
+    case Stored::bfloat16: {
+      const __m256i halves = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(numbers.data) + i);
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+    }
+    case Stored::bytes: break;
+  }
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, static_cast<const uint8_t*>(numbers.data) + i));
+  return numbers.table ? _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, bytes, numbers.table, 4) : _mm512_cvtepi32_ps(bytes);
+}
+
+// Scales of a byte whose numbers have no more than eight leading bits: the upper halves of a table of 256 in eight registers.
+struct ByteScales {
+  bool short_numbers = true;
+  uint16_t high[256];
+  explicit ByteScales(const Numbers& scale) {
+    if (scale.stored != Stored::bytes || !scale.table) return;
+    for (int i = 0; i < 256; i++) {
+      uint32_t bits;
+      memcpy(&bits, scale.table + i, 4);
+      high[i] = static_cast<uint16_t>(bits >> 16);
+      short_numbers = short_numbers && !(bits & 0xffff);
+    }
+  }
+  // Thirty-two of them.
+  void operator()(__m256i bytes, __m512& first, __m512& second) const {
+    const __m512i index = _mm512_cvtepu8_epi16(bytes);
+    const auto of_two = [&](int i) {
+      return _mm512_permutex2var_epi16(_mm512_loadu_si512(high + 32 * i), index, _mm512_loadu_si512(high + 32 * i + 32));
+    };
+    const auto has = [&](int bit) { return _mm512_test_epi16_mask(index, _mm512_set1_epi16(static_cast<int16_t>(bit))); };
+    const __m512i low = _mm512_mask_blend_epi16(has(64), of_two(0), of_two(2));
+    const __m512i found = _mm512_mask_blend_epi16(has(128), low, _mm512_mask_blend_epi16(has(64), of_two(4), of_two(6)));
+    first = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(found)), 16));
+    second = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(found, 1)), 16));
+  }
+};
+
+// Scales of a row times `unit` from group `first` on, and zero points with a minus; both may be written 31 further than count.
+inline void take_scales(const Linear& a, const ByteScales& of_byte, int64_t row, int64_t first, int64_t count, float unit, float* to) {
+  const __m512 times = _mm512_set1_ps(unit);
+  const int64_t at = row * a.scale.stride + first;
+  if (a.scale.stored == Stored::bytes && a.scale.table && of_byte.short_numbers) {
+    for (int64_t i = 0; i < count; i += 32) {
+      const __mmask32 mask = count - i < 32 ? (1u << (count - i)) - 1 : ~0u;
+      __m512 low, high;
+      of_byte(_mm256_maskz_loadu_epi8(mask, static_cast<const uint8_t*>(a.scale.data) + at + i), low, high);
+      _mm512_storeu_ps(to + i, _mm512_mul_ps(low, times));
+      _mm512_storeu_ps(to + i + 16, _mm512_mul_ps(high, times));
+    }
+    return;
+  }
+  for (int64_t i = 0; i < count; i += 16) {
+    const __mmask16 mask = static_cast<__mmask16>(count - i < 16 ? (1u << (count - i)) - 1 : ~0u);
+    _mm512_storeu_ps(to + i, _mm512_mul_ps(numbers_at(a.scale, at + i, mask), times));
+  }
+}
+
+inline __m512i take_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; i += 16) {
+    const __mmask16 mask = static_cast<__mmask16>(count - i < 16 ? (1u << (count - i)) - 1 : ~0u);
+    const uint8_t* at = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first + i;
+    const __m512i zeros = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, at));
+    most = _mm512_max_epu32(most, zeros);
+    const __m512i less = _mm512_sub_epi32(_mm512_setzero_si512(), zeros);
+    _mm512_storeu_ps(to + i, as_floats ? _mm512_cvtepi32_ps(less) : _mm512_castsi512_ps(less));
+  }
+  return most;
+}
+
+// Where the planes of a row begin.
+template <int bits>
+struct Planes {
+  static constexpr int count = bits == 7 ? 3 : (bits & (bits - 1)) ? 2 : 1;
+  static constexpr int width(int plane) {
+    return plane == 0 ? (bits & 8 ? 8 : bits & 4 ? 4 : bits & 2 ? 2 : 1) : plane == 1 && (bits & 6) == 6 ? 2 : 1;
+  }
+  static constexpr int fields = 8 / width(0);
+  static constexpr int64_t bytes(int plane) { return 64 * width(plane) / width(0); }  // of a step
+  const uint8_t* at[count];
+  Planes() = default;
+  Planes(const uint8_t* row, int64_t k) {
+    for (int p = 0; p < count; p++) at[p] = row, row += (k * width(p) + 7) / 8;
+  }
+};
+
+// Bits of a narrower plane for field `field`, from bit `low` of their bytes on: a byte takes the eight bits from any place of
+// its quadword.
+template <int width, int low, int fields, int field>
+inline __m512i of_plane(__m512i codes, __m512i quads) {
+  uint64_t from = 0;
+  for (int i = 0; i < 8; i++) from |= static_cast<uint64_t>(((i * fields + field) * width - low) & 63) << 8 * i;
+  const __m512i found = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(static_cast<int64_t>(from)), quads);
+  return _mm512_ternarylogic_epi64(found, every(((1 << width) - 1) << low), codes, 0xea);  // (a & b) | c
+}
+
+template <int64_t bytes>
+inline __m512i quads_of(const uint8_t* p) {  // eight quadwords that hold an eighth of a plane's bytes each
+  if constexpr (bytes == 64) return _mm512_loadu_si512(p);
+  else if constexpr (bytes == 32) return _mm512_cvtepu32_epi64(bytes32(p));
+  else return _mm512_cvtepu16_epi64(bytes16(p));
+}
+
+// The codes of a step, field by field. `masked`: bits above the code are 0.
+template <int bits, bool masked, int field = 0>
+inline void take_codes(__m512i widest, const __m512i* quads, __m512i* codes) {
+  using P = Planes<bits>;
+  if constexpr (field < P::fields) {
+    constexpr int width = P::width(0);
+    __m512i code = field ? _mm512_srli_epi16(widest, field * width) : widest;
+    if constexpr (width < 8 && (masked || P::count > 1)) code = _mm512_and_si512(code, every((1 << width) - 1));
+    if constexpr (P::count > 1) code = of_plane<P::width(1), width, P::fields, field>(code, quads[1]);
+    if constexpr (P::count > 2) code = of_plane<1, width + 2, P::fields, field>(code, quads[2]);
+    codes[field] = code;
+    take_codes<bits, masked, field + 1>(widest, quads, codes);
+  }
+}
+
+// A step that is no whole one, with zeros behind the end of the row.
+template <int bits>
+struct LastStep {
+  uint8_t bytes[Planes<bits>::count][64];
+  Planes<bits> planes;
+  LastStep() = default;
+  void copy(const Planes<bits>& row, int64_t step, int64_t k) {
+    using P = Planes<bits>;
+    for (int p = 0; p < P::count; p++) {
+      memset(bytes[p], 0, 64);
+      memcpy(bytes[p], row.at[p] + step * P::bytes(p), ((k - step * 64 * P::fields) * P::width(p) + 7) / 8);
+      planes.at[p] = bytes[p];
+    }
+  }
+};
+
+constexpr int64_t chunk = 4 * slice;  // columns whose scales are taken at a time
+
+}  // namespace
+}  // namespace lowbit::cpu::avx512vnni

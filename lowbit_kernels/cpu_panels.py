@@ -1,0 +1,171 @@
+"""Rows for many rows of x on the CPU: a panel of the weight, small enough for the cache, as numbers; torch multiplies it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lowbit.grid import Scales, to_codes
+from lowbit.scales import choose
+from lowbit.scheme import PLAIN_SCALES, Scheme
+
+from .bound import Bound, Product
+from .cpu import available, byte_table, number_table
+from .registry import Call, Kernel, register
+
+__all__ = ["dequantize", "embedding", "int8_products", "panels_linear"]
+
+_FEW = 16  # columns whose integer products are exact in fp32 too
+_PANEL = 1 << 20  # weights: 2 MiB in 16 bits
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+Fill = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
+
+
+def _fill(scheme: Scheme) -> Fill:
+    """``fill(out, packed, scale, zero_point, outer)`` writes rows of a weight into ``out`` [N, K]."""
+    scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
+    values, operator = number_table(scheme.format), torch.ops.lowbit_cpu.panel.default
+
+    def fill(out: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None) -> None:
+        operator(out, packed, scale, zero, outer, values, scales, scheme.group_size)
+
+    return fill
+
+
+def _panels(rows: int, k: int) -> Iterator[slice]:
+    step = max(_PANEL // max(k, 1) // 16 * 16, 16)
+    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+@Bound
+def panels_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``, a panel of rows at a time."""
+    fill = _fill(scheme)
+
+    def product(
+        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+    ) -> Tensor:
+        n, k = packed.shape[0], x.shape[-1]
+        y = x.new_empty((*x.shape[:-1], n))
+        if k == 0 or y.numel() == 0:
+            return y.copy_(torch.zeros((), dtype=x.dtype) if bias is None else bias)
+        panels = list(_panels(n, k))
+        flat, out, room = x.reshape(-1, k), y.view(-1, n), x.new_empty(panels[0].stop, k)
+        for rows in panels:
+            panel = room[: rows.stop - rows.start]
+            fill(panel, packed[rows], scale[rows], None if zero is None else zero[rows], outer)
+            part = torch.nn.functional.linear(flat, panel, None if bias is None else bias[rows])
+            if len(panels) == 1:
+                return part.view(y.shape)
+            out[:, rows] = part
+        return y
+
+    return product
+
+
+def dequantize(
+    packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, scheme: Scheme, k: int, dtype: torch.dtype
+) -> Tensor:
+    """The weight [..., N, K] as ``dtype``: each number computed in float32 and rounded once."""
+    out = torch.empty(*packed.shape[:-1], k, dtype=dtype)
+    if out.numel() == 0:
+        return out
+    fill, lead = _fill(scheme), packed.shape[:-2]
+    flat = [
+        None if part is None else part.reshape(-1, *part.shape[len(lead) :]) for part in (out, packed, scale, zero_point, outer)
+    ]
+    for e in range(math.prod(lead)):
+        fill(*(None if part is None else part[e] for part in flat))  # type: ignore[arg-type]
+    return out
+
+
+def embedding(
+    indices: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    scheme: Scheme,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Rows ``indices`` (any shape) of the weight [N, K]: only those rows are unpacked."""
+    flat = indices.reshape(-1)
+    if flat.numel():
+        low, high = (int(v) for v in torch.aminmax(flat))
+        if low < 0 or high >= packed.shape[0]:
+            raise IndexError(f"embedding indices must be 0..{packed.shape[0] - 1}, got {low}..{high}")
+    rows = dequantize(packed[flat], scale[flat], None if zero_point is None else zero_point[flat], outer, scheme, k, dtype)
+    return rows.reshape(*indices.shape, k)
+
+
+def int8_products(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+    scheme: Scheme,
+    activation: Scheme,
+    input_scale: Tensor | None,
+) -> Tensor:
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8 and one scale a row of int8 weights: torch's integer product."""
+    rows = x.reshape(-1, x.shape[-1]).float()
+    if input_scale is None:
+        scales = choose(rows, activation)
+    else:
+        scales = Scales(input_scale.float().reshape(1, 1).expand(rows.shape[0], 1))
+    codes = to_codes(rows, activation, scales).view(torch.int8)
+    weight = packed.view(torch.int8).t()
+    few = weight.shape[0] < _FEW  # torch takes a matrix of one row for another of one column
+    y = codes.float() @ weight.float() if few else torch._int_mm(codes, weight).float()
+    y = y.mul_(scales.scale).mul_(scale.float().t())
+    if bias is not None:
+        y += bias.float()
+    return y.to(x.dtype).reshape(*x.shape[:-1], packed.shape[0])
+
+
+def _other_activation(call: Call) -> str | None:
+    return None if str(call.activation) == "int8:row:fp32" else f"activation: takes int8:row:fp32, got {call.activation}"
+
+
+register(
+    Kernel(
+        "cpu_int_mm",
+        "quantized_linear",
+        int8_products,
+        "exact",
+        devices=frozenset({"cpu"}),
+        formats=frozenset({"int8"}),
+        scales=frozenset(PLAIN_SCALES),
+        groups=lambda size: None if size == -1 else "takes the whole row",
+        dtypes=_DTYPES,
+        m=(17, None),
+        also=_other_activation,
+        tiles=((17, 16, 32),),
+        available=available,
+    )
+)
+for _name, _op, _run in (
+    ("cpu_panels", "linear", panels_linear),
+    ("cpu_dequantize", "dequantize", dequantize),
+    ("cpu_embedding", "embedding", embedding),
+):
+    register(
+        Kernel(
+            _name,
+            _op,
+            _run,
+            "weights rounded once",
+            devices=frozenset({"cpu"}),
+            dtypes=_DTYPES,
+            m=(1 if _op == "linear" else 0, None),
+            tiles=((16, 16, 32),) if _op == "linear" else (),
+            available=available,
+        )
+    )
