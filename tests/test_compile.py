@@ -15,6 +15,7 @@ from test_tensor import make
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
+import lowbit
 from lowbit import QEmbedding, QLinear, Scheme
 
 BATCHES = (2, 3, 17, 512, 1)
@@ -146,3 +147,57 @@ def test_export_with_a_dynamic_batch(case: str, scheme: str) -> None:
     for program in (exported, decomposed, torch.export.load(file)):
         for m in (1, 2, 17):
             torch.testing.assert_close(program.module()(inputs(m)), module(inputs(m)))
+
+
+# ---- inlined -----------------------------------------------------------------------------------------------------------
+
+
+class Recording(Counting):
+    """Keeps what it is asked to compile."""
+
+    def __init__(self, inner: str) -> None:
+        super().__init__(inner)
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return super().__call__(graph, inputs)
+
+    def operators(self) -> set[str]:
+        """Those of lowbit in the last graph."""
+        return {str(node.target) for node in self.graphs[-1].graph.nodes if "lowbit" in str(node.target)}
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "int8", "int3_sym", "nf4"])
+@pytest.mark.parametrize("case", ["QLinear", "two layers", "static activation"])
+def test_inlined_layers_are_plain_pytorch(case: str, scheme: str) -> None:
+    build, inputs = CASES[case]
+    module, backend = build(scheme), Recording("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
+    with torch.no_grad():
+        with lowbit.inline():
+            torch.testing.assert_close(compiled(inputs(2)), module(inputs(2)))
+            first = backend.compilations
+            for m in (3, 17, 512):
+                torch.testing.assert_close(compiled(inputs(m)), module(inputs(m)))
+        assert backend.compilations == first, "another batch was compiled anew"
+        assert backend.operators() == set()
+        for m in (2, 3):  # outside of the block the operators are back
+            torch.testing.assert_close(compiled(inputs(m)), module(inputs(m)))
+        assert backend.operators()
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "int8", "uint5:g48:zfloat:fp16"])
+def test_inlined_layers_give_what_the_operators_give(scheme: str) -> None:
+    module = QLinear(make(scheme, 6, 40), bias())
+    x, y = (rows(3).requires_grad_() for _ in range(2))
+    with lowbit.inline():
+        inlined = module(x)
+        with lowbit.trace_kernels() as trace:
+            module(x)
+    plain = module(y)
+    assert not trace.counts
+    torch.testing.assert_close(inlined, plain)
+    inlined.square().sum().backward()
+    plain.square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)

@@ -152,6 +152,16 @@ def runs(op: str) -> list[Any]:
     ]
 
 
+def dtypes_of(op: str, *dtypes: torch.dtype) -> list[Any]:
+    """(row, dtype) for every row of an operator and each of the ``dtypes`` that it takes."""
+    return [
+        pytest.param(param.values[0], dtype, marks=param.marks, id=f"{param.id}-{dtype}")
+        for param in runs(op)
+        for dtype in dtypes
+        if param.values[0].row.dtypes is None or dtype in param.values[0].row.dtypes
+    ]
+
+
 def linear_cases(op: str, forms: tuple[str, ...] = FORMS, **more: Any) -> list[Any]:
     """A pairwise cover of what each row of a matrix product takes; ``more``: factors that only this operator has, or what
     says them of a row."""
@@ -319,21 +329,23 @@ def test_no_rows(device: str, scheme: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("run", [param for param in runs("linear") if param.values[0].row.layout in (None, "canonical")])
 def test_strided_weight(run: Run) -> None:
     """A slice of rows, and a slice along K at a group's start, are views in the canonical layout (in no other)."""
-    scheme = Scheme.parse("int4:g32:fp32" if run.takes("int4") else "int8:g32:fp32")
-    packed, scale, _, _ = make_weight(scheme, 12, 192).parts
+    size = next(size for size in (32, 128) if run.row.groups is None or run.row.groups(size) is None)
+    scheme = Scheme.parse(f"{'int4' if run.takes('int4') else 'int8'}:g{size}:fp32")
+    packed, scale, _, _ = make_weight(scheme, 12, 6 * size).parts
     parts = (packed[1::2, packed.shape[1] // 3 :], scale[1::2, 2:], None, None)
-    values = to_values(unpack(parts[0].contiguous(), scheme.bits, 128), scheme, Scales(parts[1]), torch.float64)
+    values = to_values(unpack(parts[0].contiguous(), scheme.bits, 4 * size), scheme, Scales(parts[1]), torch.float64)
     low, high = run.row.m
-    x = make_x(max(low, 1) if high is None else high, 128, torch.float16, "plain")
+    x = make_x(max(low, 1) if high is None else high, 4 * size, torch.float16, "plain")
     assert_product(run, run.do("row", scheme, x, *parts, None), x, values, None)
 
 
 # ---- the other operators ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", runs("dequantize"))
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(("run", "dtype"), dtypes_of("dequantize", *DTYPES, torch.float64))
 def test_dequantize(run: Run, dtype: torch.dtype) -> None:
+    if run.row.dtypes is not None and dtype not in run.row.dtypes:
+        return
     for case in pairwise({"weight": weights(run.row), "group": groups(run.row), "scale": scales(run.row), "k": KS}):
         scheme = scheme_of(case["weight"], case["group"], case["scale"])
         weight = make_weight(scheme, 5, case["k"])
@@ -342,8 +354,7 @@ def test_dequantize(run: Run, dtype: torch.dtype) -> None:
         assert_within(w, weight.values, weight_bound(weight.values, dtype))
 
 
-@pytest.mark.parametrize("run", runs("embedding"))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("run", "dtype"), dtypes_of("embedding", *DTYPES))
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 4)])
 def test_embedding(run: Run, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     indices = torch.randint(9, shape, generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,6 @@
 Importing this registers the rows and leaves Triton itself alone until one of them runs.
 """
 
-from . import linear
+from . import linear, rows
 
-__all__ = ["linear"]
+__all__ = ["linear", "rows"]

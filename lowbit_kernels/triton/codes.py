@@ -1,8 +1,10 @@
 # mypy: disallow-untyped-defs=False
-# ruff: noqa: N803 - compile-time constants of a kernel are written in capitals
-"""From the canonical bytes to whole numbers, inside a Triton kernel; see :mod:`lowbit.packing` for the bytes.
+# ruff: noqa: N803, N806 - compile-time constants of a kernel are written in capitals
+"""From the canonical bytes to numbers, inside a Triton kernel; see :mod:`lowbit.packing` for the bytes.
 
-Everything here is plain Triton, with no assembly, so that every vendor and the interpreter take the same code.
+Words of eight codes are loaded once and their fields taken by shifts, so that no value moves from one thread to another:
+field ``j`` of word ``i`` is the code of column ``8 i + j``. Everything here is plain Triton, with no assembly, so that
+every vendor and the interpreter take the same code.
 """
 
 from __future__ import annotations
@@ -10,72 +12,193 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .decodings import FLOATS, INTEGERS, POWERS
 
-@triton.jit
-def split_bytes(packed, WIDTH: tl.constexpr):
-    """Fields of ``WIDTH`` bits (1, 2, 4 or 8) of bytes [R, C], the low bits first: uint8 [R, C * 8 / WIDTH]."""
-    fields = packed
-    if WIDTH <= 4:
-        fields = tl.interleave(fields & 15, fields >> 4)
-    if WIDTH <= 2:
-        fields = tl.interleave(fields & 3, fields >> 2)
-    if WIDTH <= 1:
-        fields = tl.interleave(fields & 1, fields >> 1)
-    return fields
+_INTEGERS = tl.constexpr(INTEGERS)
+_FLOATS = tl.constexpr(FLOATS)
+_POWERS = tl.constexpr(POWERS)
 
 
 @triton.jit
-def load_plane(rows, row_mask, k0, K, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """Fields k0 .. k0 + BLOCK_K - 1 of the plane that starts at the pointers ``rows`` [R]; zeros from K on.
-
-    ``k0`` is a multiple of ``BLOCK_K`` and that of 16, so that every width starts on a whole byte.
-    """
-    column = k0 // 8 * WIDTH + tl.arange(0, BLOCK_K * WIDTH // 8)
-    mask = row_mask[:, None]
-    if not EVEN_K:
-        mask = mask & (column < (K * WIDTH + 7) // 8)[None, :]
-    return split_bytes(tl.load(rows[:, None] + column[None, :], mask=mask, other=0), WIDTH)
-
-
-@triton.jit
-def load_codes(rows, row_mask, k0, K, BITS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """Codes uint8 [R, BLOCK_K] of the packed rows that start at the pointers ``rows`` [R]; zeros from K on.
-
-    A plane of width w exists exactly if ``BITS & w``, and the planes before it hold ``BITS & ~(2w - 1)`` bits.
-    """
-    plane = rows
-    if BITS & 8:
-        codes = load_plane(plane, row_mask, k0, K, 8, BLOCK_K, EVEN_K)
+def load_plane(rows, row_mask, word, K, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr):
+    """Words ``word`` [B] of the plane of ``WIDTH`` bits (1, 2 or 4) that starts at the pointers ``rows`` [R]: int32 [R, B], with
+    zeros from K on. ``ALIGNED`` and ``EVEN`` as of :func:`load_words`."""
+    if ALIGNED:
+        mask = row_mask[:, None]
+        if not EVEN:
+            mask = mask & (word * 8 < K)[None, :]
+        if WIDTH == 4:
+            words = tl.load(rows.to(tl.pointer_type(tl.int32))[:, None] + word[None, :], mask=mask, other=0)
+        elif WIDTH == 2:
+            words = tl.load(rows.to(tl.pointer_type(tl.int16))[:, None] + word[None, :], mask=mask, other=0).to(tl.int32)
+        else:
+            words = tl.load(rows[:, None] + word[None, :], mask=mask, other=0).to(tl.int32)
     else:
-        codes = tl.zeros([rows.shape[0], BLOCK_K], tl.uint8)
-    if BITS & 4:
-        codes = load_plane(plane, row_mask, k0, K, 4, BLOCK_K, EVEN_K)
-        plane += (K * 4 + 7) // 8
-    if BITS & 2:
-        codes = codes | (load_plane(plane, row_mask, k0, K, 2, BLOCK_K, EVEN_K) << (BITS & 4))
-        plane += (K * 2 + 7) // 8
-    if BITS & 1:
-        codes = codes | (load_plane(plane, row_mask, k0, K, 1, BLOCK_K, EVEN_K) << (BITS & 6))
+        words = tl.zeros([rows.shape[0], word.shape[0]], tl.int32)
+        for byte in tl.static_range(WIDTH):
+            column = word * WIDTH + byte
+            mask = row_mask[:, None] & (column < (K * WIDTH + 7) // 8)[None, :]
+            words |= tl.load(rows[:, None] + column[None, :], mask=mask, other=0).to(tl.int32) << (8 * byte)
+    return words
+
+
+@triton.jit
+def load_words(rows, row_mask, word, K, BITS: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr):
+    """Words ``word`` [B], eight codes each, of the packed rows at the pointers ``rows`` [R]: three times int32 [R, B].
+
+    Of up to seven bits these are the planes, the widest first and again in place of those that there are not: a plane of
+    width w exists exactly if ``BITS & w``, and the planes before it hold ``BITS & ~(2w - 1)`` bits. Eight bits come as two
+    words of four codes. ``ALIGNED``: words start at multiples of their size and K is a multiple of eight. ``EVEN``: none is
+    beyond K.
+    """
+    if BITS == 8:
+        if ALIGNED:
+            mask = row_mask[:, None]
+            if not EVEN:
+                mask = mask & (word * 8 < K)[None, :]
+            both = tl.load(rows.to(tl.pointer_type(tl.int64))[:, None] + word[None, :], mask=mask, other=0)
+            first = both.to(tl.int32)
+            second = (both >> 32).to(tl.int32)
+        else:
+            first = load_plane(rows, row_mask, word * 2, K * 2, 4, False, False)
+            second = load_plane(rows, row_mask, word * 2 + 1, K * 2, 4, False, False)
+        third = first
+    else:
+        FIRST: tl.constexpr = 4 if BITS >= 4 else 2 if BITS >= 2 else 1
+        first = load_plane(rows, row_mask, word, K, FIRST, ALIGNED, EVEN)
+        second = first
+        third = first
+        plane = rows + (K * FIRST + 7) // 8
+        if BITS == 6 or BITS == 7:
+            second = load_plane(plane, row_mask, word, K, 2, ALIGNED, EVEN)
+            plane += (K * 2 + 7) // 8
+        if BITS == 3 or BITS == 5:
+            second = load_plane(plane, row_mask, word, K, 1, ALIGNED, EVEN)
+        if BITS == 7:
+            third = load_plane(plane, row_mask, word, K, 1, ALIGNED, EVEN)
+    return first, second, third
+
+
+@triton.jit
+def _place(words, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constexpr):
+    """The ``WIDTH`` bits from bit ``FROM`` on, at bit ``TO``, and zeros around them."""
+    if FROM > TO:
+        words = words >> (FROM - TO)
+    elif FROM < TO:
+        words = words << (TO - FROM)
+    mask: tl.constexpr = ((1 << WIDTH) - 1) << TO if TO + WIDTH < 32 else -(1 << TO)
+    return words & mask
+
+
+@triton.jit
+def field(first, second, third, j: tl.constexpr, BITS: tl.constexpr, AT: tl.constexpr):
+    """Codes ``j`` of words as :func:`load_words` gives them, from bit ``AT`` on: int32."""
+    if BITS == 8:
+        codes = _place(first if j < 4 else second, j % 4 * 8, AT, 8)
+    else:
+        FIRST: tl.constexpr = 4 if BITS >= 4 else 2 if BITS >= 2 else 1
+        codes = _place(first, j * FIRST, AT, FIRST)
+        if BITS == 6 or BITS == 7:
+            codes |= _place(second, j * 2, AT + 4, 2)
+        if BITS == 3 or BITS == 5:
+            codes |= _place(second, j, AT + FIRST, 1)
+        if BITS == 7:
+            codes |= _place(third, j, AT + 6, 1)
     return codes
 
 
 @triton.jit
-def widen(codes, WIDE: tl.constexpr):
-    """uint8 ``codes`` as int16, or as int8 where they are below 128 or hold two's complement of eight bits."""
-    if WIDE:
-        whole = codes.to(tl.int16)
-    else:
-        whole = codes.to(tl.int8, bitcast=True)
-    return whole
+def halves(words, j: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr):
+    """Fields ``j`` and ``j + 4`` of words of eight floats of four bits, by way of float16: float32 and exact."""
+    sign = _place(words, 4 * j + 3, 15, 1) | _place(words, 4 * j + 19, 31, 1)
+    low: tl.constexpr = 10 - MANTISSA
+    both = sign | _place(words, 4 * j, low, 3) | _place(words, 4 * j + 16, low + 16, 3)
+    first = both.to(tl.int16).to(tl.float16, bitcast=True)
+    second = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    missing: tl.constexpr = FACTOR / 5192296858534827628530496329220096.0  # 2**112: the exponent's bias is 15, and not 127
+    return (first * missing).to(tl.float16).to(tl.float32), (second * missing).to(tl.float16).to(tl.float32)
 
 
 @triton.jit
-def decode_integer(codes, BITS: tl.constexpr, SIGNED: tl.constexpr, WIDE: tl.constexpr):
-    """The integers of codes of the formats ``int<BITS>`` (SIGNED) and ``uint<BITS>``; int1 is {-1, +1}."""
-    whole = widen(codes, WIDE)
-    if SIGNED:
-        if BITS == 1:
-            whole = whole + whole - 1
-        elif BITS < 8:
-            whole = (whole ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
-    return whole
+def _four(x):
+    """``x`` [B, 4] as four tensors [B]."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def eight(x):
+    """``x`` [B, 8] as eight tensors [B]."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], 4, 2]))
+    a, c, e, g = _four(even)
+    b, d, f, h = _four(odd)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def numbers(
+    codes, table, KIND: tl.constexpr, BITS: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL: tl.constexpr,
+    FACTOR: tl.constexpr,
+):  # fmt: skip
+    """The numbers of int32 ``codes``, float32 and exact, by a :class:`~.decodings.Decoding`."""
+    if KIND == _INTEGERS:
+        # The codes as the last bits of 2**23 + code: no instruction that converts, of which there are few a clock.
+        magic = ((codes ^ FLIP) | 0x4B000000).to(tl.float32, bitcast=True)
+        found = magic - (8388608.0 + FLIP)
+        if FACTOR != 1.0:
+            found *= FACTOR
+    elif KIND == _FLOATS:
+        magnitude = codes & ((1 << (BITS - 1)) - 1)
+        bits = ((codes >> (BITS - 1)) << 31) | (magnitude << (23 - MANTISSA))
+        if SPECIAL > 0:
+            bits = tl.where(magnitude >= SPECIAL, bits | 0x7F800000, bits)
+        found = bits.to(tl.float32, bitcast=True) * FACTOR
+    elif KIND == _POWERS:
+        bits = tl.where(codes == 0, 0x00400000, tl.where(codes == 255, 0x7FC00000, codes << 23))
+        found = bits.to(tl.float32, bitcast=True)
+    else:
+        found = tl.load(table + codes)
+    return found
+
+
+@triton.jit
+def scale_of(stored, table, KIND: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL: tl.constexpr, FACTOR: tl.constexpr):
+    """The numbers of stored scales: floats, or bytes of a format's codes (``KIND`` at least 0)."""
+    if KIND < 0:
+        return stored.to(tl.float32)
+    else:
+        return numbers(stored.to(tl.int32), table, KIND, 8, 0, MANTISSA, SPECIAL, FACTOR)
+
+
+@triton.jit
+def load_groups(pointers, row_mask, step, K, GROUP: tl.constexpr, WORDS: tl.constexpr):
+    """What stands at ``pointers`` [R] for each group that block ``step`` of WORDS words touches: columns [R, 1].
+
+    Columns cost less to bring to the threads that hold the words of a group than a value for each word.
+    """
+    if GROUP == 0:
+        found = (tl.load(pointers, mask=row_mask, other=0)[:, None],)
+    else:
+        EACH: tl.constexpr = GROUP // 8
+        TOUCHED: tl.constexpr = 1 if EACH % WORDS == 0 else WORDS // EACH if WORDS % EACH == 0 else (WORDS + EACH - 2) // EACH + 1
+        first = step * WORDS // EACH
+        found = (tl.load(pointers + first, mask=row_mask, other=0)[:, None],)
+        for g in tl.static_range(1, TOUCHED):
+            there = row_mask & (tl.full([pointers.shape[0]], 0, tl.int32) + (first + g) * GROUP < K)
+            column = tl.load(pointers + first + g, mask=there, other=0)[:, None]
+            found = found + (column,)  # type: ignore[assignment] # noqa: RUF005 - Triton has no other way to add to a tuple
+    return found
+
+
+@triton.jit
+def of_words(columns, step, GROUP: tl.constexpr, WORDS: tl.constexpr):
+    """The columns of :func:`load_groups`, each for the words of its group: [R, WORDS], or [R, 1] where there is one."""
+    found = columns[0]
+    if GROUP > 0:
+        EACH: tl.constexpr = GROUP // 8
+        group = (step * WORDS + tl.arange(0, WORDS)) // EACH - step * WORDS // EACH
+        for g in tl.static_range(1, len(columns)):
+            found = tl.where(group[None, :] == g, columns[g], found)
+    return found

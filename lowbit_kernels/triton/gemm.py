@@ -1,77 +1,148 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: N803, N806 - compile-time constants of a kernel are written in capitals
-"""The matrix product of x with a packed integer weight, dequantized on the way."""
+"""Rows of x times a packed weight of any format: numbers of the dtype of x on the tensor cores, sums in float32."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .codes import decode_integer, load_codes, widen
+from .codes import _INTEGERS, field, load_groups, load_words, numbers, of_words, scale_of
+from .halves import as_float_bits, nibbles_as_floats
 
 
-@triton.jit
-def integer_gemm(
-    x_ptr,
-    packed_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    K,
-    stride_xm,
-    stride_xk,
-    stride_packed,
-    stride_scale,
-    stride_zero,
-    BITS: tl.constexpr,
-    SIGNED: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One tile [BLOCK_N, BLOCK_M] of ``y.T = W @ x.T``.
+@triton.jit(do_not_specialize=["M"])
+def spread(x_ptr, spread_ptr, M, K, WORDS_ALL, stride_xm, stride_xk, EARLY: tl.constexpr, WORDS: tl.constexpr):
+    """x [M, K] as [8, M, WORDS_ALL]: every eighth column side by side, zeros behind them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    j = tl.arange(0, 8)
+    column = word[:, None] * 8 + j[None, :]
+    x = tl.load(x_ptr + m * stride_xm + column.to(tl.int64) * stride_xk, mask=column < K, other=0.0)
+    there = spread_ptr + (j[None, :] * M.to(tl.int64) + m) * WORDS_ALL + word[:, None]
+    tl.store(there, x, mask=(word < WORDS_ALL)[:, None])
 
-    The exact integers ``q - z`` go into the product in the dtype of x (bf16 holds -256 .. 256, fp16 more), sums are
-    fp32, and the scale of a group multiplies the group's sum in fp32. ``GROUP`` is a multiple of ``BLOCK_K``, or 0 where
-    the whole row has one scale. The weight is the left operand, so that it may stay in registers.
+
+@triton.jit(do_not_specialize=["M", "M_ALL"])
+def gemm(
+    spread_ptr, packed_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, table_ptr, scale_table_ptr, y_ptr,
+    M, M_ALL, N, K, WORDS_ALL, stride_packed, stride_scale, stride_zero,
+    BITS: tl.constexpr, KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, HOW: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ON_CUDA: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile [BLOCK_N, BLOCK_M] of ``y.T = W @ x.T``; of PARTS along K each its own ``y``, in float32 where there are several;
+    of experts one behind the other, each with M rows of x, the one of the grid's third axis.
+
+    ``HOW``: 0, exact numbers meet x, and the group's sum its scale, ``GROUP`` being 0 or a multiple of 8 WORDS; 1, each
+    weight is its number times its scale, rounded once to the dtype of x; 2, the same in float32 before that.
+    The weight is the left operand, so that it may stay in registers. Of x every eighth column meets the fields of a word.
     """
+    DTYPE: tl.constexpr = spread_ptr.dtype.element_ty
+    WIDE: tl.constexpr = tl.float32 == DTYPE or HOW == 2
+    ASM: tl.constexpr = ON_CUDA and not WIDE and BITS == 4 and SPECIAL == 0
+    MAGIC: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
+    MAGIC_FLIPPED: tl.constexpr = (1024.0 if tl.float16 == DTYPE else 128.0) + FLIP
+    # 2**112: the exponent's bias of float16 is 15, and that of bfloat16 127, as of float32
+    MISSING: tl.constexpr = FACTOR / 5192296858534827628530496329220096.0 if tl.float16 == DTYPE else FACTOR
     tiles_m = tl.cdiv(M, BLOCK_M)
     m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     n_mask, m_mask = n < N, m < M
-    row, wide_m = n.to(tl.int64), m.to(tl.int64)  # a vocabulary's weight, or a long batch, passes 2**31 elements
+    expert = tl.program_id(2).to(tl.int64)
+    row, wide_m = expert * N + n, expert * M + m  # a vocabulary's weight, or a long batch, passes 2**31 elements
     rows = packed_ptr + row * stride_packed
-    columns = x_ptr + wide_m * stride_xm
-    # Only q - z of eight unsigned bits leaves the range of int8.
-    WIDE: tl.constexpr = BITS == 8 and HAS_ZERO
-
+    at = tl.arange(0, WORDS)
+    steps = tl.cdiv(tl.cdiv(K, 8 * WORDS), PARTS)
+    begin = tl.program_id(1) * steps
+    end = tl.minimum(begin + steps, tl.cdiv(K, 8 * WORDS))
+    columns = spread_ptr + wide_m * WORDS_ALL
+    plane = M_ALL.to(tl.int64) * WORDS_ALL
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        q = decode_integer(load_codes(rows, n_mask, k0, K, BITS, BLOCK_K, EVEN_K), BITS, SIGNED, WIDE)
-        group = k0 // GROUP if GROUP else 0
-        if HAS_ZERO:
-            zero = tl.load(zero_ptr + row * stride_zero + group, mask=n_mask, other=0)
-            q = q - widen(zero, WIDE)[:, None]
-        x_mask = m_mask[None, :]
-        if not EVEN_K:
-            x_mask = x_mask & (k0 + k < K)[:, None]
-        x = tl.load(columns[None, :] + (k0 + k)[:, None].to(tl.int64) * stride_xk, mask=x_mask, other=0.0)
-        if GROUP:
-            scale = tl.load(scale_ptr + row * stride_scale + group, mask=n_mask, other=0.0).to(tl.float32)
-            total += tl.dot(q.to(x.dtype), x, input_precision="ieee") * scale[:, None]
-        else:
-            total = tl.dot(q.to(x.dtype), x, total, input_precision="ieee")
-    if not GROUP:
-        total *= tl.load(scale_ptr + row * stride_scale, mask=n_mask, other=0.0).to(tl.float32)[:, None]
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
-    y = y_ptr + wide_m[None, :] * N + row[:, None]
+    scales, zeros = scale_ptr + row * stride_scale, zero_ptr + row * stride_zero
+    next_scale = load_groups(scales, n_mask, begin, K, GROUP, WORDS)
+    next_zero = load_groups(zeros, n_mask, begin, K, GROUP, WORDS) if ZERO > 0 else next_scale
+    for step in tl.range(begin, end, num_stages=STAGES):
+        word = step * WORDS + at
+        a, b, c = load_words(rows, n_mask, word, K, BITS, ALIGNED, EVEN)
+        stored = of_words(next_scale, step, GROUP, WORDS)
+        scale = scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
+        if ZERO > 0:
+            zero = of_words(next_zero, step, GROUP, WORDS)
+        if GROUP > 0:  # a step ahead: they are too narrow for the copies that run ahead of the loop by themselves
+            following = tl.minimum(step + 1, end - 1)
+            next_scale = load_groups(scales, n_mask, following, K, GROUP, WORDS)
+            if ZERO > 0:
+                next_zero = load_groups(zeros, n_mask, following, K, GROUP, WORDS)
+        part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if ASM:
+            halves = nibbles_as_floats(a, DTYPE, KIND, FLIP, MANTISSA)
+        for j in tl.static_range(8):
+            if WIDE:
+                q = numbers(field(a, b, c, j, BITS, 0), table_ptr, KIND, BITS, FLIP, MANTISSA, SPECIAL, FACTOR)
+                if ZERO > 0:
+                    q -= zero.to(tl.float32)
+            elif BITS == 8 and KIND == _INTEGERS and tl.bfloat16 == DTYPE:
+                q = numbers(field(a, b, c, j, BITS, 0), table_ptr, KIND, BITS, FLIP, MANTISSA, SPECIAL, 1.0)
+                if ZERO == 1:
+                    q -= zero.to(tl.float32)
+            else:
+                if ASM:
+                    bits = halves[j]
+                else:
+                    bits = as_float_bits(field(a, b, c, j, BITS, 0), DTYPE, KIND, BITS, FLIP, MANTISSA, SPECIAL)
+                q = bits.to(DTYPE, bitcast=True)
+                if KIND == _INTEGERS:  # 128 + code, or 1024 + code
+                    q -= (zero.to(tl.int16) | MAGIC).to(DTYPE, bitcast=True) if ZERO == 1 else MAGIC_FLIPPED
+                else:
+                    q *= MISSING
+            if HOW == 1:
+                q *= scale.to(DTYPE)
+            elif HOW == 2:
+                q *= scale
+            there = columns[None, :] + (j * plane + word)[:, None]
+            x = tl.load(there, mask=m_mask[None, :], other=0.0)
+            if HOW == 0 and GROUP > 0:
+                part = tl.dot(q.to(DTYPE), x, part, input_precision="ieee")
+            else:
+                total = tl.dot(q.to(DTYPE), x, total, input_precision="ieee")
+        if HOW == 0 and GROUP > 0:
+            total += part * scale
+    if EARLY:  # not sooner: the blocks of the next kernel would wait in the place of this one's
+        tl.extra.cuda.gdc_launch_dependents()
+    if not WIDE and KIND == _INTEGERS and FACTOR != 1.0:
+        total *= FACTOR
+    if HOW == 0 and GROUP == 0:
+        total *= scale_of(next_scale[0], scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
+    if HAS_OUTER:
+        total *= tl.load(outer_ptr + expert)
+    if PARTS == 1 and HAS_BIAS:
+        total += tl.load(bias_ptr + row, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+    y = y_ptr + (tl.program_id(1) * M_ALL.to(tl.int64) + wide_m)[None, :] * N + n[:, None]
     tl.store(y, total.to(y_ptr.dtype.element_ty), mask=n_mask[:, None] & m_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["SIZE", "M"])
+def add_parts(
+    parts_ptr, bias_ptr, y_ptr, SIZE, M, N, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """y [experts, M, N], SIZE numbers in all, as the sum of PARTS, in their order, with the bias [experts, N]."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + part * SIZE.to(tl.int64) + at, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + at // (M.to(tl.int64) * N) * N + at % N, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=mask)

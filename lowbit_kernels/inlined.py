@@ -1,0 +1,113 @@
+"""Products in plain PyTorch, for a compiler that is to see through them: :func:`inline`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import Format
+from lowbit.grid import Scales, scale_values, to_codes, to_values
+from lowbit.packing import unpack
+from lowbit.scheme import Scheme
+
+from .layouts import LAYOUTS, Parts
+
+__all__ = ["active", "dequantize", "inline", "linear", "quantized_linear"]
+
+_ACTIVE = False  # a global and no context variable: torch.compile guards what it traced with the value of a global
+
+
+@contextlib.contextmanager
+def inline() -> Iterator[None]:
+    """Within the block quantized layers are plain PyTorch to ``torch.compile``, and not one opaque operator each.
+
+    The compiler can then fuse the unpacking of a weight with what stands around it, which its own backends may need; lowbit's
+    kernels do not run, no receipt is kept, and each weight is rounded once to the dtype of x. A layer that is called without
+    being compiled takes memory for its whole weight. Calls outside of the block compile anew, with the operators. It holds
+    for all threads. Layers whose activations take a scale a token stay operators: such a scale is checked where it is chosen,
+    which no compiler sees through.
+    """
+    global _ACTIVE
+    before, _ACTIVE = _ACTIVE, True
+    try:
+        yield
+    finally:
+        _ACTIVE = before
+
+
+def active() -> bool:
+    """Whether :func:`inline` is open."""
+    return _ACTIVE
+
+
+def dequantize(
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    scheme: Scheme,
+    layout: str,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weight [..., N, K] as ``dtype``: each number computed in float32 and rounded once."""
+    parts = LAYOUTS[layout].restore(Parts(packed, scale, zero_point), scheme, k)
+    codes, scales = unpack(parts.packed, scheme.bits, k), Scales(parts.scale, parts.zero_point, outer)
+    if not _is_plain(scheme.fmt) or k % scheme.group(k):
+        return to_values(codes, scheme, scales, dtype)
+    whole = codes.to(torch.int16)
+    if scheme.fmt.signed:
+        half = 1 << (scheme.bits - 1)
+        whole = (whole ^ half) - half
+    values = whole.unflatten(-1, (-1, scheme.group(k))).to(torch.float32)
+    if scales.zero_point is not None:
+        values = values - scales.zero_point[..., None].to(torch.float32)
+    return (values * scale_values(scheme, scales)[..., None]).flatten(-2).to(dtype)
+
+
+def _is_plain(fmt: Format) -> bool:
+    """Whether the numbers are those of their codes' bits: then no table has to be read."""
+    half = len(fmt.values) // 2
+    return fmt.step == 1 and all(value == ((code ^ half) - half if fmt.signed else code) for code, value in enumerate(fmt.values))
+
+
+def linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+    scheme: Scheme,
+    layout: str,
+    k: int,
+) -> Tensor:
+    """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``. K is given, for x may have symbols for sizes."""
+    weight = dequantize(packed, scale, zero_point, outer, scheme, layout, k, x.dtype)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+    scheme: Scheme,
+    layout: str,
+    k: int,
+    activation: Scheme,
+    input_scale: Tensor,
+) -> Tensor:
+    """:func:`linear` with ``x`` rounded to ``activation`` under ``input_scale`` first, and products in float32."""
+    rows = x.reshape(-1, k).to(torch.float32)
+    one = input_scale.to(activation.scale_dtype).reshape(1, 1)
+    scales = Scales(one.expand(rows.shape[0], activation.groups(k)))
+    rounded = to_values(to_codes(rows, activation, scales), activation, scales)
+    shift = None if bias is None else bias.to(torch.float32)
+    y = linear(rounded, packed, scale, zero_point, outer, shift, scheme, layout, k)
+    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])

@@ -1,0 +1,105 @@
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: N803, N806 - compile-time constants of a kernel are written in capitals
+"""One row of x times a packed weight of any format: exact numbers times x in float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codes import _FLOATS, _INTEGERS, eight, field, halves, load_words, numbers, scale_of
+
+
+@triton.jit(do_not_specialize=["opaque"])
+def gemv(
+    x_ptr, packed_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, table_ptr, scale_table_ptr, y_ptr,
+    N, K, opaque, stride_x, stride_packed, stride_scale, stride_zero,
+    BITS: tl.constexpr, KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr,
+    SPECIAL: tl.constexpr, FACTOR: tl.constexpr,
+    SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """ROWS numbers of ``y``: WORDS words of each row at a time, whose fields meet every eighth column of x.
+
+    ``GROUP``: 0 where the whole row has one scale, else a multiple of 8. ``ZERO``: 0, none; 1, whole; 2, floats.
+    """
+    # Integers lie at bit 4, where one instruction masks a field and makes it the last bits of 2**23 + 16 code.
+    AT: tl.constexpr = 4 if BITS < 8 else 0
+    UNIT: tl.constexpr = FACTOR / (1 << AT)
+    PAIRS: tl.constexpr = KIND == _FLOATS and BITS == 4 and SPECIAL == 0
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n_mask = n < N
+    row = n.to(tl.int64)
+    rows = packed_ptr + row * stride_packed
+    at = tl.arange(0, WORDS)
+    word = at + opaque  # a zero that the compiler does not know keeps threads at one word each
+    column = tl.arange(0, 8 * WORDS)
+    total = tl.zeros([ROWS, WORDS], tl.float32)
+    a, b, c = load_words(rows, n_mask, word, K, BITS, ALIGNED, EVEN)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    for first in range(0, K, 8 * WORDS):
+        here = first // 8 + word
+        if first > 0:
+            a, b, c = load_words(rows, n_mask, here, K, BITS, ALIGNED, EVEN)
+        mask = n_mask[:, None]
+        if not EVEN:
+            mask = mask & (here * 8 < K)[None, :]
+        if EVEN:
+            x = tl.load(x_ptr + (first + column) * stride_x)
+        else:
+            x = tl.load(x_ptr + (first + column) * stride_x, mask=first + column < K, other=0.0)
+        xs = eight(tl.reshape(x.to(tl.float32), [WORDS, 8]))
+        if ZERO != 1:
+            zero = 8388608.0 + (FLIP << AT)
+        if GROUP > 0:
+            group = tl.max_contiguous(here // (GROUP // 8), WORDS)[None, :]  # not so, but it keeps the threads in a row
+            stored = tl.load(scale_ptr + row[:, None] * stride_scale + group, mask=mask, other=0)
+        if ZERO > 0:
+            if GROUP > 0:
+                stored_zero = tl.load(zero_ptr + row[:, None] * stride_zero + group, mask=mask, other=0)
+            else:
+                stored_zero = tl.load(zero_ptr + row * stride_zero, mask=n_mask, other=0)[:, None]
+            if ZERO == 1:
+                # 2**23 + zero, as its codes are
+                zero = ((stored_zero.to(tl.int32) << AT) | 0x4B000000).to(tl.float32, bitcast=True)
+            else:
+                shift = stored_zero.to(tl.float32) * (1 << AT)
+        if PAIRS:
+            part = tl.zeros([ROWS, WORDS], tl.float32)
+            for j in tl.static_range(4):
+                low, high = halves(a, j, MANTISSA, FACTOR)
+                part += low * xs[j][None, :]
+                part += high * xs[j + 4][None, :]
+        else:
+            for j in tl.static_range(8):
+                if ZERO == 1:
+                    q = (field(a, b, c, j, BITS, AT) | 0x4B000000).to(tl.float32, bitcast=True) - zero
+                elif KIND == _INTEGERS:
+                    q = ((field(a, b, c, j, BITS, AT) ^ (FLIP << AT)) | 0x4B000000).to(tl.float32, bitcast=True) - zero
+                else:
+                    q = numbers(field(a, b, c, j, BITS, 0), table_ptr, KIND, BITS, FLIP, MANTISSA, SPECIAL, FACTOR)
+                if ZERO == 2:
+                    q -= shift
+                if j == 0:
+                    part = q * xs[j][None, :]
+                else:
+                    part += q * xs[j][None, :]
+            if KIND == _INTEGERS and UNIT != 1.0:
+                part *= UNIT
+        if GROUP > 0:
+            part *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
+        total += part
+    y = tl.sum(total, axis=1)
+    if GROUP == 0:
+        stored = tl.load(scale_ptr + row * stride_scale, mask=n_mask, other=0)
+        y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
+    if HAS_OUTER:
+        y *= tl.load(outer_ptr)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=n_mask)
