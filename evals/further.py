@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ SCHEME = "int3"
 def measure(
     recipes: Sequence[str], rows: int = 128, limit: int | None = None, progress: Callable[[str, int, int], None] | None = None
 ) -> list[dict[str, Any]]:
-    """The model in the box as it is and by each of ``recipes``, the first of which is round-to-nearest: a row each.
+    """The model in the box as it is and by each of ``recipes``: a row each.
 
-    A row holds ``"recipe"``, ``"n"`` questions (``limit`` at most, evenly from all), ``"value"``, ``"difference"`` from the float
-    model, and ``"won_back"``, the share of what the first recipe loses that it does not lose.
+    A row holds ``"recipe"``, ``"n"`` questions (``limit`` at most, evenly from all), ``"value"`` and ``"difference"`` from the
+    float model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,15 +45,22 @@ def measure(
     material = Material(suite_of(chosen), None, batch=64)
     data = calibration(tokenizer, rows)
     found = compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, calibration=data, progress=progress)
-    lost = -found[1].differences[MMLU].difference
-    return [_row(outcome.to_dict(), lost) for outcome in found]
+    return [_row(outcome.to_dict()) for outcome in found]
 
 
-def _row(outcome: dict[str, Any], lost: float) -> dict[str, Any]:
+def _row(outcome: dict[str, Any]) -> dict[str, Any]:
     exam = {name: outcome["tasks"][MMLU][name] for name in ("n", "value", "difference")}
-    apart = exam["difference"]
-    back = None if apart is None or not lost else 1 + apart["difference"] / lost
-    return {"recipe": outcome["recipe"], "bits_per_weight": outcome["bits_per_weight"], **exam, "won_back": back}
+    return {"recipe": outcome["recipe"], "bits_per_weight": outcome["bits_per_weight"], **exam}
+
+
+def _with_shares(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``rows`` with ``"won_back"``: the share of what round-to-nearest, behind the float model, loses that is not lost."""
+    lost = -rows[1]["difference"]["difference"]
+
+    def share(row: dict[str, Any]) -> float | None:
+        return None if row["difference"] is None or not lost else 1 + row["difference"]["difference"] / lost
+
+    return [{**row, "won_back": share(row)} for row in rows]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,9 +68,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="questions at most, evenly from all")
     parser.add_argument("--rows", type=int, default=128, help="rows of 512 tokens to calibrate on")
     parser.add_argument("--out", type=Path, default=RESULTS / "further.json", help="JSON file to write")
+    parser.add_argument("--keep", action="store_true", help="measure only what the file does not hold, and keep the rest")
     options = parser.parse_args(arguments)
     recipes = [recipe for recipe in RECIPES if SCHEME in recipe]
-    rows = measure(recipes, options.rows, options.limit)
+    kept = json.loads(options.out.read_text(encoding="utf-8"))["further"] if options.keep else []
+    there = {row["recipe"]: row for row in kept}
+    found = measure([recipe for recipe in recipes if recipe not in there], options.rows, options.limit)
+    there.update({row["recipe"]: row for row in found})
+    rows = _with_shares([there[recipe] for recipe in ("float", *recipes)])
     write_result(options.out, {"limit": options.limit, "calibration_rows": options.rows, "further": rows})
     print(further_table([{"further": rows}]))
 

@@ -28,12 +28,14 @@ from .toy.world import build
 __all__ = ["RECIPES", "calibration", "main", "measure"]
 
 _WAYS = ("{}", "hqq({})", "clip({})", "gptq({})")
-_MORE = ("awq({})", "{damped}", "awq({damped})", "rotation({damped})")
+_MORE = ("awq({})", "{damped}", "awq({damped})", "rotation({damped})", "{aimed}")
+_BOTH = ("awq({aimed})", "rotation({aimed})")
 # More damping spares the questions of a model this small: found on questions that the exam does not ask.
 _DAMPED = "gptq({}, damping=0.5, passes=10)"
+_AIMED = "gptq({}, damping=0.5, passes=10, asymmetric=true)"
 RECIPES = tuple(
-    way.format(scheme, damped=_DAMPED.format(scheme))
-    for scheme, ways in {"int4": _WAYS, "int3": (*_WAYS, *_MORE), "int2": (*_WAYS, *_MORE)}.items()
+    way.format(scheme, damped=_DAMPED.format(scheme), aimed=_AIMED.format(scheme))
+    for scheme, ways in {"int4": _WAYS, "int3": (*_WAYS, *_MORE, *_BOTH), "int2": (*_WAYS, *_MORE)}.items()
     for way in ways
 )
 _OUTSIDE_BRACKETS = re.compile(r",(?![^(]*\))")  # commas that part recipes, and not options as in gptq(int3, damping=0.02)

@@ -59,6 +59,7 @@ _NAMES = {
         "w8a16",
     ),
     "lowbit.methods": ("awq", "clip", "gptq", "hqq", "rotation", "smoothquant"),
+    "lowbit_kernels.inlined": ("inline",),
     "lowbit_kernels.registry": ("NoKernelError", "strict"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

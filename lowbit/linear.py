@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from lowbit_kernels import inlined
 from lowbit_kernels.ops import own
 from lowbit_kernels.shortcut import signature
 
@@ -62,11 +63,16 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
             return fused.part(self._place, x)
         if (transform := self._modules.get("transform")) is not None:
             x = transform(x)
-        if not is_compiling() and (y := self._without_dispatcher(x)) is not None:
+        if not is_compiling() and not inlined.active() and (y := self._without_dispatcher(x)) is not None:
             return y
         if x.dim() == 0 or x.shape[-1] != self._k:  # the operator knows K from x alone
             raise ValueError(f"x must end in {self._k} features, got shape {tuple(x.shape)}")
         weight, layout = (self.packed, self.scale, self.zero_point, self.outer), self._held_layout
+        if inlined.active():
+            if self.activation is None:
+                return inlined.linear(x, *weight, self.bias, self.scheme, layout, self._k)
+            if (one := self.input_scale) is not None:
+                return inlined.quantized_linear(x, *weight, self.bias, self.scheme, layout, self._k, self.activation, one)
         if self.activation is None:
             return torch.ops.lowbit.linear(x, *weight, self.bias, self.spelling, layout)
         return torch.ops.lowbit.quantized_linear(

@@ -38,8 +38,8 @@ class LayerPlan:
     is the arrangement of the bytes that they read.
 
     What is known when it was carried out, and no part of the plan: ``loss``, the squared error of the layer's outputs over
-    their square on calibration data (tr(E G E^T) / tr(W G W^T), G the mean of x x^T), ``notes``, and what ``rewrites`` did to
-    the layer's input.
+    their square on calibration data (tr(E G E^T) / tr(W G W^T), G the mean of x x^T, E against W also where a rounder aimed at
+    more), ``notes``, and what ``rewrites`` did to the layer's input.
     """
 
     name: str

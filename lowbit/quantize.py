@@ -56,9 +56,10 @@ def quantize_(
 
     Every weight is checked before the first is changed. Peak memory stays under the model and twice its largest layer; with
     data it is the model, the statistics of a block (8 K^2 bytes for each tensor that its layers read), what the rounder
-    takes for one layer, and the inputs of one block. Raises ``ValueError`` for a pattern that matches nothing, a call that
-    changes nothing, weights with NaN or infinity, a recipe that needs data where none is given, and data on which the
-    model gives NaN or infinity: layers that were quantized before it came to that stay quantized.
+    takes for one layer, and the inputs of one block; where a rounder is ``asymmetric``, also a float copy of that block and
+    the inputs of it, and 16 K^2 bytes for what some of its layers read. Raises ``ValueError`` for a pattern that matches
+    nothing, a call that changes nothing, weights with NaN or infinity, a recipe that needs data where none is given, and data
+    on which the model gives NaN or infinity: layers that were quantized before it came to that stay quantized.
     """
     recipe = Recipe.of(what)
     carried = _carried_out(model, recipe, Replacement, calibration, filter_fn, device, keep_on_device, progress)

@@ -22,25 +22,30 @@ class Statistics:
         gram: float32 [K, K], the mean of x x^T over the rows seen.
         absmax: float32 [K], the largest \\|x\\| of each channel.
         count: rows seen, at least 1.
+        drift: float32 [K, K], the mean of (f - x) x^T, where f is what the float model gives in the place of x; None where
+            nobody asked, as if there were no difference.
     """
 
     gram: Tensor
     absmax: Tensor
     count: int
+    drift: Tensor | None = None
 
     def __post_init__(self) -> None:
         k = self.absmax.shape[-1] if self.absmax.dim() == 1 else -1
         if tuple(self.gram.shape) != (k, k):
             shapes = f"{list(self.gram.shape)} and {list(self.absmax.shape)}"
             raise ValueError(f"gram must be [K, K] and absmax [K], got {shapes}")
+        if self.drift is not None and self.drift.shape != self.gram.shape:
+            raise ValueError(f"drift must be [K, K] as gram is, got {list(self.drift.shape)} for {list(self.gram.shape)}")
         if self.count < 1:
             raise ValueError(f"statistics need at least 1 row, got {self.count}")
 
     @staticmethod
-    def of(x: Tensor, name: str = "input") -> Statistics:
-        """The statistics of the rows of ``x`` [..., K]; see :meth:`Tally.add`."""
-        tally = Tally(x.shape[-1], x.device)
-        tally.add(x, name)
+    def of(x: Tensor, name: str = "input", meant: Tensor | None = None) -> Statistics:
+        """The statistics of the rows of ``x`` [..., K], and of how far they are from those ``meant``; see :meth:`Tally.add`."""
+        tally = Tally(x.shape[-1], x.device, drifts=meant is not None)
+        tally.add(x, name, meant=meant)
         return tally.statistics()
 
     @property
@@ -53,11 +58,16 @@ class Statistics:
         if s.shape != self.absmax.shape or not bool((torch.isfinite(s) & (s != 0)).all()):
             raise ValueError(f"s must be {self.absmax.numel()} finite numbers other than 0, got {list(s.shape)}")
         wide = s.to(self.gram.device, torch.float64)
-        gram = torch.empty_like(self.gram)
-        for start in range(0, len(gram), _CHUNK):
-            rows = slice(start, start + _CHUNK)
-            gram[rows] = self.gram[rows].double().div_(wide).div_(wide[rows, None])
-        return Statistics(gram, (self.absmax.double() / wide.abs()).float(), self.count)
+
+        def divided(matrix: Tensor) -> Tensor:
+            out = torch.empty_like(matrix)
+            for start in range(0, len(out), _CHUNK):
+                rows = slice(start, start + _CHUNK)
+                out[rows] = matrix[rows].double().div_(wide).div_(wide[rows, None])
+            return out
+
+        drift = None if self.drift is None else divided(self.drift)
+        return Statistics(divided(self.gram), (self.absmax.double() / wide.abs()).float(), self.count, drift)
 
     def merged(self, other: Statistics) -> Statistics:
         """The statistics of both sets of rows."""
@@ -67,7 +77,8 @@ class Statistics:
 
     def to(self, device: torch.device | str) -> Statistics:
         """The same on ``device``."""
-        return Statistics(self.gram.to(device), self.absmax.to(device), self.count)
+        drift = None if self.drift is None else self.drift.to(device)
+        return Statistics(self.gram.to(device), self.absmax.to(device), self.count, drift)
 
     def output_error(self, weight: Tensor, rounded: Tensor) -> float:
         """How far x @ rounded.T is from x @ weight.T, squared and relative, for weights [N, K]: tr(E G E^T) / tr(W G W^T).
@@ -90,16 +101,19 @@ def _squared(w: Tensor, gram: Tensor) -> float:
 class Tally:
     """Sums up :class:`Statistics`, in float64 and in the order in which rows are added.
 
-    Keeps 8 bytes K^2 whatever the number of rows. Products are taken in float32 over at most 4,096 rows at a time.
+    Keeps 8 bytes K^2 whatever the number of rows, and with ``drifts`` 16. Products are taken in float32 over at most 4,096
+    rows at a time.
 
     Attributes:
         gram: float64 [K, K], the sum of x x^T.
         absmax: float32 [K].
         count: rows added.
+        drift: float64 [K, K], the sum of (f - x) x^T (:attr:`Statistics.drift`); None without ``drifts``.
     """
 
-    def __init__(self, k: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, k: int, device: torch.device | str = "cpu", drifts: bool = False) -> None:
         self.gram = torch.zeros(k, k, dtype=torch.float64, device=device)
+        self.drift = torch.zeros_like(self.gram) if drifts else None
         self.absmax = torch.zeros(k, device=device)
         self.count = 0
 
@@ -108,16 +122,25 @@ class Tally:
         """The tally of the rows that ``statistics`` were taken from."""
         tally = Tally(0)
         tally.gram = statistics.gram.double() * statistics.count
+        tally.drift = None if statistics.drift is None else statistics.drift.double() * statistics.count
         tally.absmax, tally.count = statistics.absmax.clone(), statistics.count
         return tally
 
-    def add(self, x: Tensor, name: str = "input", batch: int | None = None) -> None:
-        """Add the rows of ``x`` [..., K] (any floating dtype).
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The matrices that it keeps."""
+        return [self.gram] if self.drift is None else [self.gram, self.drift]
+
+    def add(self, x: Tensor, name: str = "input", batch: int | None = None, meant: Tensor | None = None) -> None:
+        """Add the rows of ``x`` [..., K] (any floating dtype); ``meant``, of the same shape, is what the float model gives in
+        their place, which only a tally that ``drifts`` looks at, and ``x`` itself by default.
 
         Raises ``ValueError`` with ``name`` and ``batch`` where a row holds NaN or infinity, or numbers whose squares
         float32 cannot hold.
         """
-        rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        if meant is not None and meant.shape != x.shape:
+            raise ValueError(f"{name}: what is meant is {list(meant.shape)}, and what comes is {list(x.shape)}")
+        rows = _rows(x)
         if rows.shape[1] != len(self.absmax):
             raise ValueError(f"{name}: rows of {len(self.absmax)} numbers were expected, got {rows.shape[1]}")
         if not len(rows):
@@ -135,9 +158,12 @@ class Tally:
         top = float(absmax.max()) if len(absmax) else 0.0
         if top > 1e18:
             raise ValueError(f"{where}: an input of {top:.3g} is too large for its square to fit float32: scale the model down")
-        for part in rows.split(_ROWS):
-            for start in range(0, part.shape[1], _CHUNK):
-                self.gram[start : start + _CHUNK] += part[:, start : start + _CHUNK].T @ part
+        _add_products(self.gram, rows, rows)
+        if self.drift is not None and meant is not None:
+            apart = _rows(meant).to(rows.device, rows.dtype) - rows
+            if not bool(torch.isfinite(apart).all()):
+                raise ValueError(f"{where}: the float model gives NaN or infinity: leave this text out")
+            _add_products(self.drift, apart, rows)
         self.absmax = torch.maximum(self.absmax, absmax.float())
         self.count += len(rows)
 
@@ -146,13 +172,31 @@ class Tally:
         if other.absmax.shape != self.absmax.shape:
             raise ValueError(f"only rows of the same length can be merged, got {len(self.absmax)} and {len(other.absmax)}")
         self.gram = self.gram + other.gram.to(self.gram.device)
+        if other.drift is not None:
+            theirs = other.drift.to(self.gram.device)
+            self.drift = theirs.clone() if self.drift is None else self.drift + theirs
         self.absmax = torch.maximum(self.absmax, other.absmax.to(self.absmax.device))
         self.count += other.count
 
     def statistics(self) -> Statistics:
         """The statistics of all rows added. Raises ``ValueError`` where there are none."""
+        count = max(self.count, 1)
         gram = torch.empty(self.gram.shape, device=self.gram.device)
+        drift = None if self.drift is None else torch.empty_like(gram)
         for start in range(0, len(gram), _CHUNK):
             rows = slice(start, start + _CHUNK)
-            gram[rows] = (self.gram[rows] + self.gram[:, rows].T) / (2 * max(self.count, 1))
-        return Statistics(gram, self.absmax.clone(), self.count)
+            gram[rows] = (self.gram[rows] + self.gram[:, rows].T) / (2 * count)
+            if drift is not None and self.drift is not None:
+                drift[rows] = self.drift[rows] / count
+        return Statistics(gram, self.absmax.clone(), self.count, drift)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a^T b to ``total`` [K, K], for ``a`` and ``b`` [rows, K]."""
+    for left, right in zip(a.split(_ROWS), b.split(_ROWS), strict=True):
+        for start in range(0, left.shape[1], _CHUNK):
+            total[start : start + _CHUNK] += left[:, start : start + _CHUNK].T @ right

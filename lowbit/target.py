@@ -70,6 +70,11 @@ class Target:
             return f"the rounder {self.rounder}"
         return "a static activation_scale" if self.activation_scale == "static" else ""
 
+    @property
+    def asks_drift(self) -> bool:
+        """Whether its rounder looks at how far the layer's inputs are from those of the float model."""
+        return ROUNDERS[self.rounder].asks_drift(**dict(self.options))
+
     def replace(self, **changes: Any) -> Target:
         """A target with some fields changed."""
         return dataclasses.replace(self, **changes)

@@ -51,9 +51,17 @@ def perplexity(model: nn.Module, folder: Path) -> float:
         return float(model(ids, labels=ids).loss.double().exp())
 
 
-@pytest.mark.parametrize(("counts", "further"), [((2, 3), ()), ((2,), ("--max-memory", "1GB"))], ids=["in memory", "from disk"])
-def test_several_processes_make_what_one_makes(source, counts, further, tmp_path):
-    settings = ("quantize", source, "-r", "gptq(int3_g64)", "--calibration", source / "text.txt", "--length", 24, "--rows", 20)
+@pytest.mark.parametrize(
+    ("recipe", "counts", "further"),
+    [
+        ("gptq(int3_g64)", (2, 3), ()),
+        ("gptq(int3_g64)", (2,), ("--max-memory", "1GB")),
+        ("gptq(int3_g64, asymmetric=true)", (2,), ()),
+    ],
+    ids=["in memory", "from disk", "beside the float model"],
+)
+def test_several_processes_make_what_one_makes(source, recipe, counts, further, tmp_path):
+    settings = ("quantize", source, "-r", recipe, "--calibration", source / "text.txt", "--length", 24, "--rows", 20)
     alone = subprocess.run(
         [sys.executable, "-m", "lowbit", *map(str, (*settings, "-o", tmp_path / "1", *further))],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,

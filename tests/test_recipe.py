@@ -18,7 +18,7 @@ import lowbit
 from lowbit import SCHEMES, Recipe, Rule, Scheme, Target, api, methods, quantize_
 from lowbit.algorithms import ROUNDERS, Rounder
 from lowbit.algorithms.rtn import rtn
-from lowbit.evals import recipes, rounders, tables
+from lowbit.evals import further, recipes, rounders, tables
 from lowbit.evals.evaluation import TOY, TOY_TEXT, Material
 from lowbit.recipe import block_counts
 from lowbit.rewrite import Rewrite
@@ -150,6 +150,28 @@ def test_every_rounder_is_measured_and_has_its_line(toy):
     assert {line.count("|") for line in (head, rule, *lines)} == {head.count("|")}
     kept = json.loads((tables.RESULTS / "rounders.json").read_text())
     assert [row["recipe"] for row in kept["rounders"]] == ["float", *rounders.RECIPES]
+
+
+def test_further_questions_go_on_from_the_file(tmp_path, monkeypatch):
+    """What is there is kept as it is; shares are of what the row of round-to-nearest, which is there, loses."""
+    kept = json.loads((tables.RESULTS / "further.json").read_text())["further"]
+    names = [recipe for recipe in rounders.RECIPES if "int3" in recipe]
+    assert [row["recipe"] for row in kept] == ["float", *names]
+    (tmp_path / "further.json").write_text(json.dumps({"further": kept[:-1]}))
+    asked: list[str] = []
+
+    def measured(what: list[str], rows: int, limit: int | None) -> list[dict]:
+        asked.extend(what)
+        last = {name: value for name, value in kept[-1].items() if name != "won_back"}
+        return [{**kept[0], "value": 0.0}, last]
+
+    monkeypatch.setattr(further, "measure", measured)
+    further.main(["--keep", "--out", str(tmp_path / "further.json")])
+    assert asked == names[-1:]
+    found = json.loads((tmp_path / "further.json").read_text())["further"]
+    assert found[1:] == kept[1:]
+    assert found[1]["won_back"] == 0
+    assert 0 < found[-1]["won_back"] < 1
 
 
 # ---- blocks and optional rules ---------------------------------------------------------------------------------------

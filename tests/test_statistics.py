@@ -56,6 +56,37 @@ def test_scaled_statistics_are_those_of_scaled_inputs(seed, count, k):
     torch.testing.assert_close(got.gram, want.gram, rtol=1e-6, atol=0)
 
 
+@given(seeds, st.integers(1, 40), st.integers(1, 300), st.lists(st.integers(0, 40), max_size=3), st.integers(0, 40))
+def test_drift_is_numpys_whatever_the_parts_and_none_where_nothing_else_is_meant(seed, count, k, cuts, alone):
+    """Rows of which nobody says what is meant are as they should be. Tolerance as above, with a rounding of the difference."""
+    x, meant = rows(seed, count, k), rows(seed + 1, count, k)
+    meant[:alone] = x[:alone]
+    tally, first, last = Tally(k, drifts=True), Tally(k, drifts=True), Tally(k, drifts=True)
+    first.add(x[:alone])
+    for part, wanted in zip(*(what[alone:].tensor_split(sorted(cuts)) for what in (x, meant)), strict=True):
+        last.add(part, meant=wanted)
+    for tally_of_part in (first, last):
+        tally.merge(tally_of_part)
+    got, wide = tally.statistics().drift, x.double().numpy()
+    apart = meant.double().numpy() - wide
+    want = apart.T @ wide / count
+    size = np.sqrt(np.outer(np.square(apart).mean(0), np.square(wide).mean(0)))
+    size += np.sqrt(np.outer(np.square(wide).mean(0) + np.square(meant.double().numpy()).mean(0), np.square(wide).mean(0)))
+    assert (np.abs(got.numpy() - want) <= (count + 4) * 2.0**-24 * size).all()
+    plain, same = Statistics.of(x), Statistics.of(x, meant=x)
+    assert plain.drift is None
+    assert torch.equal(same.drift, torch.zeros(k, k))
+    assert torch.equal(same.gram, plain.gram)
+
+
+@given(seeds, st.integers(1, 30), st.integers(1, 20))
+def test_scaled_drift_is_that_of_scaled_inputs(seed, count, k):
+    x, meant = rows(seed, count, k), rows(seed + 1, count, k)
+    s = torch.from_numpy(2.0 ** np.random.default_rng(seed).integers(-8, 9, k)).float()
+    got, want = Statistics.of(x, meant=meant).scaled(s), Statistics.of(x / s, meant=meant / s)
+    torch.testing.assert_close(got.drift, want.drift, rtol=1e-6, atol=0)
+
+
 @given(seeds, st.integers(1, 30), st.integers(1, 6), st.integers(1, 20))
 def test_output_error_is_that_of_the_outputs(seed, count, n, k):
     x = rows(seed, count, k)

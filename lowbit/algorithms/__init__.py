@@ -10,6 +10,6 @@ ROUNDERS: dict[str, Rounder] = {
     "rtn": Rounder(rtn, needs_statistics=False),
     "clip": Rounder(clip.clip, needs_statistics=False, check=clip.check),
     "hqq": Rounder(hqq.hqq, needs_statistics=False, check=hqq.check),
-    "gptq": Rounder(gptq.gptq, needs_statistics=True, check=gptq.check),
+    "gptq": Rounder(gptq.gptq, needs_statistics=True, check=gptq.check, asks_drift=gptq.asks_drift),
 }
 """Every rounder by name."""

@@ -16,14 +16,15 @@ from ..scales import choose, least_cost
 from ..scheme import Scheme
 from ..statistics import Statistics
 from .descent import descend
-from .hessian import Factor, damped, inverse_factor, notes_on
+from .hessian import Factor, aimed, damped, inverse_factor, notes_on
 from .rounder import Rounded
 from .rows import by_rows
 from .rtn import rtn
 
-__all__ = ["check", "gptq"]
+__all__ = ["asks_drift", "check", "gptq"]
 
 RANGES = ("output", "mse", "range")
+_AIM = 0.01  # the damping under which a weight is aimed: more of it, as codes may want, would aim at the old weight again
 _BLOCK = 128  # columns that are rounded one by one before what they owe the others is paid in one matrix product
 
 
@@ -36,6 +37,7 @@ def gptq(
     act_order: bool = True,
     ranges: str = "output",
     passes: int = 3,
+    asymmetric: bool = False,
 ) -> Rounded:
     """Codes for ``weight`` [N, K] (float32 or float64, finite) that keep tr(E G E^T) low, for G = ``statistics.gram``.
 
@@ -46,15 +48,21 @@ def gptq(
             up for), ``"mse"`` or ``"range"`` (as in :func:`lowbit.scales.choose`).
         passes: how often the result is gone over (:func:`~lowbit.algorithms.descent.descend`). With 0, ``ranges="range"``
             and ``act_order=False`` this is the method as it was published.
+        asymmetric: round what comes nearest, on the inputs that the quantized layers before give, to the outputs of the float
+            model (:func:`~lowbit.algorithms.hessian.aimed`), where the statistics tell how far those inputs drifted.
+            Calibration then rounds the layers of a block in the order in which they run, beside the float block.
 
     Work is 2 N K^2 multiplications and as many again each pass, nearly all of them in matrix products, and K^3 in float64 for
     the factor. Raises ``ValueError`` for missing statistics, those of another K, and a scale that its own format cannot hold.
     """
     if statistics is None:
         raise ValueError("gptq needs statistics of the layer's inputs: give calibration data, or choose hqq, which needs none")
-    check(damping=damping, act_order=act_order, ranges=ranges, passes=passes)
+    check(damping=damping, act_order=act_order, ranges=ranges, passes=passes, asymmetric=asymmetric)
     if not weight.numel():
         return rtn(weight, scheme)
+    _check_channels(statistics, weight)
+    if asymmetric:
+        weight = aimed(weight, statistics, _AIM)
     order, factor = _factored(statistics, weight, damping, act_order)
     scales = _ranges(weight, scheme, ranges, order, factor)
     codes = _swept(weight, scheme, scales, order, factor)
@@ -66,7 +74,14 @@ def gptq(
     return Rounded(codes, scales, notes_on(statistics, damping, used))
 
 
-def check(*, damping: float = 0.01, act_order: bool = True, ranges: str = "output", passes: int = 3) -> None:
+def asks_drift(*, asymmetric: bool = False, **others: object) -> bool:
+    """Whether :func:`gptq` looks at the drift of the inputs."""
+    return asymmetric
+
+
+def check(
+    *, damping: float = 0.01, act_order: bool = True, ranges: str = "output", passes: int = 3, asymmetric: bool = False
+) -> None:
     """Raises ``ValueError`` for options that :func:`gptq` cannot take."""
     if not 0 <= damping <= 1:
         raise ValueError(f"damping must be 0 to 1 of the diagonal's mean, got {damping}")
@@ -74,15 +89,21 @@ def check(*, damping: float = 0.01, act_order: bool = True, ranges: str = "outpu
         raise ValueError(f"ranges must be one of {', '.join(RANGES)}, got {ranges!r}")
     if not isinstance(act_order, bool):
         raise ValueError(f"act_order must be true or false, got {act_order!r}")
+    if not isinstance(asymmetric, bool):
+        raise ValueError(f"asymmetric must be true or false, got {asymmetric!r}")
     if not isinstance(passes, int) or passes < 0:
         raise ValueError(f"passes must be a whole number and at least 0, got {passes!r}")
+
+
+def _check_channels(statistics: Statistics, weight: Tensor) -> None:
+    k = len(statistics.gram)
+    if k != weight.shape[1]:
+        raise ValueError(f"statistics are of {k} channels and the weight has {weight.shape[1]}: not the same layer's")
 
 
 def _factored(statistics: Statistics, weight: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Factor]:
     """The order of the columns, and the factor of the inverse in that order."""
     gram = statistics.gram.to(weight.device)
-    if gram.shape[0] != weight.shape[1]:
-        raise ValueError(f"statistics are of {gram.shape[0]} channels and the weight has {weight.shape[1]}: not the same layer's")
     order = torch.arange(len(gram), device=gram.device)
     if act_order:
         order = gram.diagonal().argsort(descending=True, stable=True)

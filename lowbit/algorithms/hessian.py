@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..statistics import Statistics
 
-__all__ = ["Factor", "damped", "inverse_factor", "notes_on"]
+__all__ = ["Factor", "aimed", "damped", "inverse_factor", "notes_on"]
 
 _ROWS = 256  # of a matrix that are copied, and of a triangle that are inverted, at a time
 
@@ -44,6 +44,11 @@ class Factor:
         k = len(self.turned)
         return self.turned[k - stop : k - start].flip(0, 1)
 
+    def divide(self, rows: Tensor) -> Tensor:
+        """``rows`` [N, K] times the inverse, U^T U, in float64."""
+        turned = rows.to(self.turned.dtype).flip(1)
+        return ((turned @ self.turned.mT) @ self.turned).flip(1)
+
 
 def inverse_factor(gram: Tensor, damping: float, order: Tensor | None = None) -> Factor:
     """The factor of the inverse of ``gram`` [K, K] (float32 or float64), damped; ``order`` [K]: which of its channels is first,
@@ -68,6 +73,7 @@ def inverse_factor(gram: Tensor, damping: float, order: Tensor | None = None) ->
         if not int(failed) and bool(diagonal.min() > 1e-7 * diagonal.max()):
             _invert(lower)
             return Factor(lower, damping)
+        del lower, diagonal  # before the next one is made
         damping = max(10 * damping, 1e-6)
     raise ValueError(f"the Gram matrix is not positive definite, with any damping from {asked:g} to 1000: collect it again")
 
@@ -98,6 +104,27 @@ def _invert(lower: Tensor) -> None:
         rows.copy_(rows @ first)
     for columns in between.split(_ROWS, 1):
         columns.copy_(last @ columns).neg_()
+
+
+def aimed(weight: Tensor, statistics: Statistics, damping: float) -> Tensor:
+    """The weight [N, K] that on the inputs x comes nearest to what ``weight`` gives on those of the float model, f.
+
+    W + W D (G + d)^-1 for the Gram matrix G, the drift D, the mean of (f - x) x^T, and d = ``damping`` of the mean of the
+    diagonal of G: where tr(E G E^T) is least for E = W' - that, the mean of \\|W f - W' x\\|^2 + d \\|W - W'\\|^2 is. It is
+    ``weight`` itself where there is no drift.
+
+    Li et al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration", 2025, on matrices alone.
+    """
+    drift, gram = statistics.drift, statistics.gram.to(weight.device)
+    mean = gram.diagonal().mean(dtype=torch.float64)
+    if drift is None or not bool(mean > 0):
+        return weight
+    factor = inverse_factor(gram, damping)
+    out = torch.empty_like(weight)
+    for found, rows in zip(out.split(_ROWS), weight.split(_ROWS), strict=True):
+        missing = (rows @ drift.to(rows.device, rows.dtype)).double() / mean
+        found.copy_(rows + factor.divide(missing))
+    return out
 
 
 def notes_on(statistics: Statistics, asked: float, used: float) -> tuple[str, ...]:

@@ -35,11 +35,13 @@ class Rounder:
             :class:`~lowbit.Scheme` and :class:`~lowbit.statistics.Statistics` or None; gives :class:`Rounded`.
         needs_statistics: whether ``statistics`` may not be None.
         check: ``check(**options)`` raises ``ValueError`` for values that the options cannot take, before any work.
+        asks_drift: ``asks_drift(**options)`` says whether it looks at ``statistics.drift``, which it is then given if it can be.
     """
 
     round: Callable[..., Rounded]
     needs_statistics: bool
     check: Callable[..., None] = lambda **options: None
+    asks_drift: Callable[..., bool] = lambda **options: False
 
     @property
     def options(self) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from .blocks import Survey, call, children, survey
 from .capture import Arguments, Constants, captured
 from .collection import Collector, PartedError
 from .data import Batch
+from .depths import steps
 from .modes import evaluating
 from .nesting import leaves
 from .ranks import Ranks
 from .residence import Residence, streamed
-from .states import States
+from .states import Inputs, States
+from .twin import Twin, narrowed
 
 if TYPE_CHECKING:
     from ..rewrite import Rewrite
@@ -38,7 +40,9 @@ class Calibrator:
 
     For each block: its inputs are what the blocks before it, quantized, gave; one run over them collects the statistics of
     its layers, which are then rewritten, rounded and replaced; a second run gives the next block's inputs. No activation of more
-    than one block is kept. Embeddings come first, without data; what else stands outside of blocks comes last, in a run of the
+    than one block is kept. Where a rounder looks at how far inputs drifted from those of the float model, a float copy of the
+    block runs beside it, on what the float blocks before gave, and its layers are seen to in the order in which they read each
+    other. Embeddings come first, without data; what else stands outside of blocks comes last, in a run of the
     whole model.
 
     ``room``: bytes that the statistics of a block may take at a time, None for any; only for one process without
@@ -121,15 +125,18 @@ class Calibrator:
         stack, constants = found.stacks[number], Constants()
         device, residence = self._residence.device, self._residence
         calls: dict[int, list[Arguments]] = {}
+        rows: dict[int, int] = {}  # that come into the blocks
         mine = [self._batches[batch] for batch in self._mine]
         earlier = [path for s in found.stacks[:number] for path in s.paths]
         later = [path for s in found.stacks[number:] for path in s.paths]
         with streamed(self._model, residence, earlier, later):
             found_calls = captured(self._model, stack, mine, constants, device)
             for batch, (state, arguments) in zip(self._mine, found_calls, strict=True):
-                self._states.put(number, 0, batch, state)
-                calls[batch] = arguments
+                self._states.put(number, 0, batch, Inputs(state))
+                calls[batch], rows[batch] = arguments, _rows(state)
         self._ranks.wait()
+        asking = {homes[j] for j in self._modules if j in homes and self._asks_drift(j)}
+        beside = max((i for i, path in enumerate(stack.paths) if path in asking), default=-1)  # the last with a twin
         done = next((i for i, path in enumerate(stack.paths) if not residence.is_done(path)), len(stack.paths))
         for i in range(self._states.latest(number, done, len(self._batches)), len(stack.paths)):
             path, last = stack.paths[i], i + 1 == len(stack.paths)
@@ -139,14 +146,28 @@ class Calibrator:
             with residence.block(path):
                 block = self._model.get_submodule(path)
 
-                def run(batch: int, block: nn.Module = block, i: int = i) -> object:
-                    args, kwargs = calls[batch][i].filled(self._states.get(number, i, batch), constants, device)
+                def run(batch: int, block: nn.Module = block, i: int = i, floats: bool = False) -> object:
+                    inputs = self._states.get(number, i, batch)
+                    args, kwargs = calls[batch][i].filled(inputs.meant if floats else inputs.leaves, constants, device)
                     return block(*args, **kwargs)
 
-                self._quantize(inside, run, dict(block.named_modules(prefix=path)))
+                scope = dict(block.named_modules(prefix=path))
+                if path in asking and self._rescaler is not None:
+                    self._rescale(inside, self._collected(inside, run), run, scope)
+                twin = None
+                if i <= beside:
+                    if i < done:
+                        raise ValueError(f"{path} is finished, and what it gave is not there any more: begin in a new folder")
+                    twin = Twin(block, path, self._dtypes(inside), partial(run, floats=True), rows)
+                if path in asking and twin is not None:
+                    self._in_steps(inside, run, scope, twin)
+                else:
+                    self._quantize(inside, run, scope)
                 if not last:
                     for batch in self._mine:
-                        self._states.put(number, i + 1, batch, _carried(run(batch), stack.carried(i)))
+                        given = _carried(run(batch), stack.carried(i))
+                        floats = _carried(twin.run(batch), stack.carried(i)) if twin is not None and i < beside else None
+                        self._states.put(number, i + 1, batch, Inputs(given, floats))
                 self._ranks.wait()
                 if i >= done and self._ranks.rank == 0:
                     residence.keep(path, [self._replacement.entries[j] for j in inside])
@@ -167,19 +188,46 @@ class Calibrator:
 
     # ---- statistics ----------------------------------------------------------------------------------------------
 
-    def _quantize(self, places: list[int], run: Callable[[int], object], scope: Mapping[str, nn.Module]) -> None:
+    def _asks_drift(self, i: int) -> bool:
+        target = self._replacement.entries[i].target
+        return target is not None and target.asks_drift
+
+    def _dtypes(self, places: Sequence[int]) -> dict[str, torch.dtype]:
+        """In which dtypes the layers at ``places`` came, by name."""
+        return {self._names[i]: getattr(torch, self._replacement.entries[i].dtype) for i in places}
+
+    def _in_steps(self, places: list[int], run: Callable[[int], object], scope: Mapping[str, nn.Module], twin: Twin) -> None:
+        """Round and replace the layers at ``places`` in the order in which they read each other, each with statistics of what
+        those before it, rounded, give, and of how far that is from what ``twin`` gives."""
+        dtypes = self._dtypes(places)
+        modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}
+
+        def ready(batch: int) -> object:
+            left = {self._names[i]: self._modules[i] for i in places if i in self._modules}
+            with narrowed(left, {name: dtypes[name] for name in left}):
+                return run(batch)
+
+        mine = steps(modules, partial(ready, self._mine[0])) if self._mine else None
+        order = next((found for found in self._ranks.gathered(mine) if found is not None), [])
+        at = {self._names[i]: i for i in places}
+        for step in [[name for name in at if name not in modules], *order]:
+            self._quantize([at[name] for name in step], ready, scope, twin)
+
+    def _quantize(
+        self, places: list[int], run: Callable[[int], object], scope: Mapping[str, nn.Module], twin: Twin | None = None
+    ) -> None:
         """Round and replace the layers at ``places`` with the statistics of ``run``, called with each batch, which runs the
-        modules in ``scope``.
+        modules in ``scope``, which are rewritten before, unless a ``twin`` runs beside them.
 
         Every process rounds some of the groups, and all place what came of them. Where there is no room for all statistics at
         once, batches run again for the rest, and no layer is replaced before every one is rounded: the bytes are the same.
         """
         held: dict[int, RoundedWeight] = {}
         while places:
-            collector = self._collected(places, run)
+            collector = self._collected(places, run, twin)
             later = [i for i in places if collector.postponed(self._names[i])]
             now = [i for i in places if i not in later]
-            if self._rescaler is not None:
+            if self._rescaler is not None and twin is None:
                 self._rescale(now, collector, run, scope)
             if not self._replacement.rounds:
                 for i in now:
@@ -229,14 +277,17 @@ class Calibrator:
             self._replacement.note(i, self._rescaler.records.get(i, ()), self._rescaler.notes.get(i, ()))
         self._residence.trim()
 
-    def _collected(self, places: list[int], run: Callable[[int], object], share: bool = True) -> Collector:
+    def _collected(
+        self, places: list[int], run: Callable[[int], object], twin: Twin | None = None, share: bool = True
+    ) -> Collector:
         modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}
-        collector = Collector(modules, share, self._room)
+        collector = Collector(modules, share, self._room, drifts=twin is not None)
         error: ValueError | None = None
         try:
             for number in self._mine:
                 batch = self._batches[number]
-                with collector.listening(number, batch.mask):
+                meant, rows = ({}, 0) if twin is None else twin.heard(modules, number)
+                with collector.listening(number, batch.mask, meant, rows):
                     run(number)
                 self._residence.trim()
             parted = False
@@ -245,7 +296,7 @@ class Calibrator:
         except ValueError as found:
             parted, error = False, found
         if not collector.join(self._ranks, parted, error):
-            return self._collected(places, run, share=False)
+            return self._collected(places, run, twin, share=False)
         return collector
 
 
@@ -253,3 +304,8 @@ def _carried(output: object, wanted: list[int]) -> dict[int, object]:
     """The leaves of a block's output that the next one reads."""
     given = list(leaves(output))
     return {i: given[i].detach().cpu() if isinstance(given[i], Tensor) else given[i] for i in wanted}
+
+
+def _rows(leaves: dict[int, object]) -> int:
+    """Of the first tensor in ``leaves`` [..., K], the rows."""
+    return next((leaf.numel() // leaf.shape[-1] for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.numel()), 0)

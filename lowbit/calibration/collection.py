@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..statistics import Statistics, Tally
 from .ranks import Ranks
 
-__all__ = ["Collector", "PartedError"]
+__all__ = ["Collector", "PartedError", "read_by"]
 
 
 class PartedError(RuntimeError):
@@ -24,11 +24,14 @@ class Collector:
 
     Two layers share a tally where both read the very same tensor when they are first called, which is checked in every
     later call. ``share=False`` gives each its own. Where the tallies would take more than ``room`` bytes, those that come
-    first are summed up, at least one, and the layers of the others are :meth:`postponed`, for another run.
+    first are summed up, at least one, and the layers of the others are :meth:`postponed`, for another run. ``drifts``: also sum
+    up how far what they read is from what the float model gives there.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], share: bool = True, room: int | None = None) -> None:
-        self._modules, self._share, self._room = modules, share, room
+    def __init__(
+        self, modules: Mapping[str, nn.Module], share: bool = True, room: int | None = None, drifts: bool = False
+    ) -> None:
+        self._modules, self._share, self._room, self._drifts = modules, share, room, drifts
         self._full: set[str] = set()  # leaders without a tally
         self._leaders: dict[str, str] = {}
         self._tallies: dict[str, Tally] = {}
@@ -37,11 +40,18 @@ class Collector:
         self._reading: dict[str, tuple[Tensor, int, int]] = {}  # in this run, by leader: what it read, its version, which call
         self._batch = 0
         self._mask: Tensor | None = None
+        self._meant: dict[str, Iterator[Tensor]] = {}
+        self._rows = 0
 
     @contextlib.contextmanager
-    def listening(self, batch: int, mask: Tensor | None = None) -> Iterator[None]:
-        """Within the block the modules' inputs count. ``mask`` [rows, tokens] is 0 where a token is padding."""
-        self._batch, self._mask = batch, mask
+    def listening(
+        self, batch: int, mask: Tensor | None = None, meant: Mapping[str, Sequence[Tensor]] | None = None, rows: int = 0
+    ) -> Iterator[None]:
+        """Within the block the modules' inputs count. ``mask`` [rows, tokens] is 0 where a token is padding. ``meant``: what the
+        float model's layers read, by name and call by call; only where a layer reads as many ``rows`` as the block does, since
+        an expert hears other tokens as soon as its router hears other numbers."""
+        self._batch, self._mask, self._rows = batch, mask, rows
+        self._meant = {name: iter(calls) for name, calls in (meant or {}).items()}
         with contextlib.ExitStack() as hooks:
             for name, module in self._modules.items():
                 hooks.callback(module.register_forward_pre_hook(self._hook(name), with_kwargs=True).remove)
@@ -49,21 +59,22 @@ class Collector:
                 yield
             finally:
                 self._reading.clear()
+                self._meant.clear()
         for name, leader in self._leaders.items():
             if self._calls[name] != self._calls[leader]:
                 raise PartedError(f"{name} and {leader} were not called as often")
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs.get("input", kwargs.get("x"))
-            if isinstance(x, Tensor):
-                transform = module._modules.get("transform")
-                self._add(name, x if transform is None else transform(x))
+            x = read_by(module, args, kwargs)
+            if x is not None:
+                self._add(name, x)
 
         return hook
 
     def _add(self, name: str, x: Tensor) -> None:
         calls = self._calls[name] = self._calls.get(name, 0) + 1
+        meant = next(self._meant.get(name, iter(())), None)
         if name not in self._leaders:
             self._leaders[name] = self._leader(name, x) if self._share and calls == 1 else name
         leader = self._leaders[name]
@@ -75,15 +86,17 @@ class Collector:
         self._reading[name] = x, x._version, calls
         if name not in self._tallies and name not in self._full:
             if self._fits(x.shape[-1]):
-                self._tallies[name] = Tally(x.shape[-1], x.device)
+                self._tallies[name] = Tally(x.shape[-1], x.device, self._drifts)
             else:
                 self._full.add(name)
         if name not in self._full:
-            self._tallies[name].add(self._unpadded(x), name, self._batch)
+            if meant is not None and (meant.shape != x.shape or x.numel() != self._rows * x.shape[-1]):
+                meant = None
+            self._tallies[name].add(self._unpadded(x), name, self._batch, None if meant is None else self._unpadded(meant))
 
     def _fits(self, k: int) -> bool:
-        taken = sum(tally.gram.nbytes for tally in self._tallies.values())
-        return self._room is None or not self._tallies or taken + 8 * k * k <= self._room
+        taken = sum(matrix.nbytes for tally in self._tallies.values() for matrix in tally.matrices)
+        return self._room is None or not self._tallies or taken + (16 if self._drifts else 8) * k * k <= self._room
 
     def _leader(self, name: str, x: Tensor) -> str:
         return next((other for other, read in self._reading.items() if read[2] == 1 and _same(read, x)), name)
@@ -116,7 +129,8 @@ class Collector:
         device = next((tally.gram.device for tally in self._tallies.values()), torch.device("cpu"))
         # In the order of the model, which is the same everywhere; a layer that heard nothing here adds nothing.
         known = {name: k for _, _, _, theirs in heard for name, k in theirs.items()}
-        tallies = {name: self._tallies.get(name) or Tally(known[name], device) for name in self._modules if name in known}
+        heard_of = [name for name in self._modules if name in known]
+        tallies = {name: self._tallies.get(name) or Tally(known[name], device, self._drifts) for name in heard_of}
         self._tallies.clear()
         for name in sorted(tallies, key=lambda name: len(tallies[name].absmax)):  # the largest last: each takes half from here on
             tally = ranks.summed(tallies.pop(name))
@@ -155,6 +169,15 @@ class Collector:
     def taken(self, group: str) -> Statistics | None:
         """The statistics of a group, by the name of its first layer, which are let go; None where nothing reached it."""
         return self._found.pop(group, None)
+
+
+def read_by(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What the weight of ``module`` reads where that is called with these arguments; None for no tensor."""
+    x = args[0] if args else kwargs.get("input", kwargs.get("x"))
+    if not isinstance(x, Tensor):
+        return None
+    transform = module._modules.get("transform")
+    return x if transform is None else transform(x)
 
 
 def _same(read: tuple[Tensor, int, int], x: Tensor) -> bool:

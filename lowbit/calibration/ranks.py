@@ -52,14 +52,15 @@ class Ranks:
         if self.count == 1:
             return tally
         device = tally.gram.device
-        for start in range(0, len(tally.gram), _ROWS):
-            rows = tally.gram[start : start + _ROWS].cpu()
-            total = torch.zeros_like(rows)
-            for rank in range(self.count):
-                part = rows.clone() if rank == self.rank else torch.empty_like(rows)
-                distributed.broadcast(part, rank)
-                total += part
-            tally.gram[start : start + _ROWS] = total.to(device)
+        for matrix in tally.matrices:
+            for start in range(0, len(matrix), _ROWS):
+                rows = matrix[start : start + _ROWS].cpu()
+                total = torch.zeros_like(rows)
+                for rank in range(self.count):
+                    part = rows.clone() if rank == self.rank else torch.empty_like(rows)
+                    distributed.broadcast(part, rank)
+                    total += part
+                matrix[start : start + _ROWS] = total.to(device)
         others = self.gathered((tally.absmax.cpu(), tally.count))
         tally.absmax = torch.stack([absmax for absmax, _ in others]).amax(0).to(device)
         tally.count = sum(count for _, count in others)

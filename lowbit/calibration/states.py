@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["States"]
+__all__ = ["Inputs", "States"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a block reads of the output of the one before, by its place there.
+
+    ``leaves``: of the quantized one; ``floats``: of the float one, where both run side by side and give different things.
+    """
+
+    leaves: dict[int, Any]
+    floats: dict[int, Any] | None = None
+
+    @property
+    def meant(self) -> dict[int, Any]:
+        """What the float block reads."""
+        return self.leaves if self.floats is None else self.floats
 
 
 class States:
     """The inputs of each block of a stack, in memory: those of a batch take the place of the same batch's of the block before.
 
-    ``stack`` is the number of a stack, ``block`` of a block in it; ``leaves`` what a block reads of the output of the one
-    before, by its place there.
+    ``stack`` is the number of a stack, ``block`` of a block in it.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[int, int, dict[int, Any]]] = {}
+        self._held: dict[int, tuple[int, int, Inputs]] = {}
 
-    def put(self, stack: int, block: int, batch: int, leaves: dict[int, Any]) -> None:
-        self._held[batch] = stack, block, leaves
+    def put(self, stack: int, block: int, batch: int, inputs: Inputs) -> None:
+        self._held[batch] = stack, block, inputs
 
-    def get(self, stack: int, block: int, batch: int) -> dict[int, Any]:
+    def get(self, stack: int, block: int, batch: int) -> Inputs:
         held = self._held[batch]
         assert held[:2] == (stack, block)
         return held[2]

@@ -32,7 +32,8 @@ def parse_bytes(text: int | str) -> int:
 class Need:
     """Bytes that a block takes beside the interpreter while its layers are rounded.
 
-    ``weights``: float ones, and rounded ones beside them; ``matrices``: the Gram matrices of its layers; ``rounding``: what a
+    ``weights``: float ones, rounded ones beside them, and a second copy of the float ones where a rounder looks at how far inputs
+    drifted; ``matrices``: of its layers' statistics, a Gram matrix for each input and then another one; ``rounding``: what a
     rounder takes for the largest layer beside these, a matrix [K, K] and two [N, K] in float64; ``batch``: of activations.
     """
 
@@ -88,13 +89,14 @@ def needs(layers: Sequence[Layer], plan: Plan, batches: Sequence[Batch]) -> list
         if sizes:
             # Layers of one module that read as many channels read the same ones, as a rule.
             inputs = {(name.rpartition(".")[0], k) for name, (_, k) in sizes.items()}
+            copies = 2 if any(entry.target is not None and entry.target.asks_drift for entry, _ in block) else 1
             found.append(
                 Need(
-                    weights=sum(layer.weight.nbytes for _, layer in block)
+                    weights=copies * sum(layer.weight.nbytes for _, layer in block)
                     + sum(entry.bytes_after for entry, _ in block if entry.target is not None),
-                    matrices=tuple(8 * k * k for _, k in inputs),
+                    matrices=tuple(copies * 8 * k * k for _, k in inputs),
                     rounding=max(8 * (k * k + 2 * n * k) for n, k in sizes.values()),
-                    batch=4 * 4 * tokens * max(max(size) for size in sizes.values()),
+                    batch=copies * 4 * 4 * tokens * max(max(size) for size in sizes.values()),
                 )
             )
     return found

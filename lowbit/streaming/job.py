@@ -29,6 +29,7 @@ from ..quantize import blockwise, planned
 from ..recipe import Recipe
 from ..replacement import Progress, Replacement
 from .budget import room_for_statistics
+from .heap import large_tensors_mapped
 from .residence import OnDisk
 from .source import Source, identity, open_source, opened
 from .workspace import DiskStates, Workspace
@@ -90,7 +91,7 @@ def quantize_folder(
     batches = Calibration.of(calibration).batches(model)
     rewrites = blockwise(recipe)
     room = room_for_statistics(max_memory, layers, carried, batches, at_once=bool(rewrites) or Ranks().count > 1)
-    with opened(folder) as found:
+    with opened(folder) as found, large_tensors_mapped():
         job = {"model": identity(found), "recipe": recipe.to_dict(), "data": _digest(batches), "device": str(where)}
         with (
             _workspace(resume, Path(output), job) as workspace,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -13,6 +11,7 @@ from torch import nn
 from ..calibration.residence import Residence
 from ..planning import LayerPlan
 from ..replacement import Done
+from . import heap
 from .source import Source
 from .workspace import Workspace
 
@@ -57,10 +56,7 @@ class OnDisk(Residence):
             self.trim()
 
     def trim(self) -> None:
-        """Give freed memory back to the system: glibc keeps it in pieces, and what comes next wants it whole."""
-        if sys.platform == "linux":
-            with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
-                ctypes.CDLL(None).malloc_trim(0)
+        heap.trim()
 
     def hold(self, modules: Iterable[nn.Module]) -> None:
         self._changed |= set(modules)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibration.states import States
+from ..calibration.states import Inputs, States
 from ..checkpoint.assembly import Assembly
 from ..checkpoint.inventory import Inventory
 from ..checkpoint.shards import FileSet
@@ -128,23 +128,28 @@ class DiskStates(States):
     def _home(self, stack: int, block: int) -> Path:
         return self._folder / f"inputs-{stack}-{block}"
 
-    def put(self, stack: int, block: int, batch: int, leaves: dict[int, Any]) -> None:
+    def put(self, stack: int, block: int, batch: int, inputs: Inputs) -> None:
         home = self._home(stack, block)
         home.mkdir(exist_ok=True)
         tensors, plain = [], {}
-        for index, leaf in leaves.items():
-            if isinstance(leaf, Tensor):
-                spec = Spec(leaf.dtype, tuple(leaf.shape))
-                tensors.append(Stored(str(index), spec, lambda leaf=leaf: leaf))  # type: ignore[misc]
-            else:
-                plain[index] = leaf
-        _write_tensors(home / f"{batch}.safetensors", tensors, {"plain": json.dumps(plain)})
+        for kind, leaves in (("leaves", inputs.leaves), ("floats", inputs.floats)):
+            for index, leaf in ({} if leaves is None else leaves).items():
+                if isinstance(leaf, Tensor):
+                    spec = Spec(leaf.dtype, tuple(leaf.shape))
+                    tensors.append(Stored(f"{kind}.{index}", spec, lambda leaf=leaf: leaf))  # type: ignore[misc]
+                else:
+                    plain[f"{kind}.{index}"] = leaf
+        metadata = {"plain": json.dumps(plain), "paired": json.dumps(inputs.floats is not None)}
+        _write_tensors(home / f"{batch}.safetensors", tensors, metadata)
 
-    def get(self, stack: int, block: int, batch: int) -> dict[int, Any]:
+    def get(self, stack: int, block: int, batch: int) -> Inputs:
         file = TensorFile(self._home(stack, block) / f"{batch}.safetensors")
         try:
-            found: dict[int, Any] = {int(index): value for index, value in json.loads(file.metadata["plain"]).items()}
-            return {**found, **{int(name): file.read(name) for name in file.specs}}
+            found: dict[str, dict[int, Any]] = {"leaves": {}, "floats": {}}
+            for name, leaf in (*json.loads(file.metadata["plain"]).items(), *((name, file.read(name)) for name in file.specs)):
+                kind, _, index = name.partition(".")
+                found[kind][int(index)] = leaf
+            return Inputs(found["leaves"], found["floats"] if json.loads(file.metadata["paired"]) else None)
         finally:
             file.close()
 

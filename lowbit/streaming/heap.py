@@ -1,0 +1,39 @@
+"""What glibc's heap keeps of freed memory, which one block in memory at a time has to get back.
+
+glibc maps a large allocation for itself and unmaps it when it is freed; but each that is freed raises the size that counts as
+large, up to 32 MiB, and what is smaller then lies in the heap in pieces, between which no other tensor fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Iterator
+
+__all__ = ["large_tensors_mapped", "trim"]
+
+_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+_AT_FIRST, _AT_MOST = 128 << 10, 32 << 20  # what counts as large: when a process starts, and what it comes to by itself
+
+
+@contextlib.contextmanager
+def large_tensors_mapped() -> Iterator[None]:
+    """Within, a tensor of 128 KiB goes back to the system when it is freed; afterwards one of 32 MiB does, as in any process
+    that has freed one. Does nothing where there is no glibc."""
+    _tell("mallopt", _THRESHOLD, _AT_FIRST)
+    try:
+        yield
+    finally:
+        _tell("mallopt", _THRESHOLD, _AT_MOST)
+
+
+def trim() -> None:
+    """Give freed memory back to the system: glibc keeps it in pieces, and what comes next wants it whole."""
+    _tell("malloc_trim", 0)
+
+
+def _tell(function: str, *arguments: int) -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
+            getattr(ctypes.CDLL(None), function)(*arguments)
