@@ -213,10 +213,8 @@ def test_what_a_kill_left_half_written_is_written_anew(tmp_path):
 MEMORY = """
 import json, sys, tempfile
 import torch, lowbit
-from lowbit.streaming import heap
 from tests.models import llama
 torch.set_num_threads(1)
-heap._AT_FIRST = 4096  # what is held: pieces that a heap keeps differ from run to run
 source, output, recipe = sys.argv[1:]
 
 def job(source, output):

@@ -14,14 +14,15 @@ from collections.abc import Iterator
 __all__ = ["large_tensors_mapped", "trim"]
 
 _THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
-_AT_FIRST, _AT_MOST = 128 << 10, 32 << 20  # what counts as large: when a process starts, and what it comes to by itself
+_LARGE = 1 << 20  # smaller pieces of the heap do not add up, and mapping each of those too takes as long as the work
+_AT_MOST = 32 << 20  # what counts as large in a process that has freed such a tensor
 
 
 @contextlib.contextmanager
 def large_tensors_mapped() -> Iterator[None]:
-    """Within, a tensor of 128 KiB goes back to the system when it is freed; afterwards one of 32 MiB does, as in any process
+    """Within, a tensor of 1 MiB goes back to the system when it is freed; afterwards one of 32 MiB does, as in any process
     that has freed one. Does nothing where there is no glibc."""
-    _tell("mallopt", _THRESHOLD, _AT_FIRST)
+    _tell("mallopt", _THRESHOLD, _LARGE)
     try:
         yield
     finally:

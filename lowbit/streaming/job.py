@@ -42,6 +42,7 @@ _TOKENIZER = (
 )  # fmt: skip
 
 
+@large_tensors_mapped()
 def quantize_folder(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
@@ -91,7 +92,7 @@ def quantize_folder(
     batches = Calibration.of(calibration).batches(model)
     rewrites = blockwise(recipe)
     room = room_for_statistics(max_memory, layers, carried, batches, at_once=bool(rewrites) or Ranks().count > 1)
-    with opened(folder) as found, large_tensors_mapped():
+    with opened(folder) as found:
         job = {"model": identity(found), "recipe": recipe.to_dict(), "data": _digest(batches), "device": str(where)}
         with (
             _workspace(resume, Path(output), job) as workspace,
