@@ -1,6 +1,7 @@
 """Weights loaded per second: every kernel against the limit of reading its bytes, in one run, weights cold.
 
-Each figure is the median over walks through enough copies of a weight to leave the last-level cache cold; on a GPU a walk
+Each figure is the median over walks through enough copies of a weight to leave the last-level cache cold (or, where that
+is asked for, over one, which stays in the cache if it fits there); on a GPU a walk
 is one CUDA graph. Where N = K each product takes the one before it as its x, so that a kernel which starts early still has
 to wait for it. The float weight runs beside the quantized ones, under the same conditions.
 """
@@ -48,21 +49,22 @@ def measure(
     layout: str = "default",
     others: Sequence[str] = (),
     seconds: float = 45,
+    cold: bool = True,
     progress: Callable[[str], None] = lambda what: None,
     keep: Callable[[dict[str, Any]], None] = lambda figures: None,
 ) -> dict[str, Any]:
     """Time ``QLinear.forward`` for each scheme, shape (N, K) and number of rows of x, beside F.linear in ``dtype``.
 
     ``schemes``: recipes, or their names. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
-    ``seconds``, on the part of the grid that is theirs. Returns plain data: ``rows`` as of :func:`row_of`, ``peers``, the same
+    ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. Returns plain data: ``rows`` as of :func:`row_of`, ``peers``, the same
     for them, and ``failures``, each with the error of a figure that could not be taken. ``keep`` is called with what there is
     after each shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
     recipes = {what if isinstance(what, str) else what.name: Recipe.of(what) for what in schemes}
-    limits = Limits(where, repeats)
-    one = _Run(batches, where, dtype, repeats, layout, limits, progress)
-    figures: dict[str, Any] = {"device": device_name(where), "dtype": str(dtype), "rows": [], "peers": [], "failures": []}
+    limits = Limits(where, repeats, cold)
+    one = _Run(batches, where, dtype, repeats, layout, limits, cold, progress)
+    figures: dict[str, Any] = {"device": device_name(where), "dtype": str(dtype), "cold": cold, "rows": [], "peers": [], "failures": []}
     float_us: dict[tuple[int, int, int], float] = {}
     for n, k in shapes:
         rows = []
@@ -78,9 +80,10 @@ def measure(
         figures["rows"] += sorted(rows, key=lambda row: row["m"])
         keep(figures)
     if others:
-        theirs = [shape for shape in shapes if shape in peers.SHAPES] or shapes
-        few = [m for m in batches if m in peers.BATCHES] or batches
-        found, missing = peers.measure(others, theirs, few, device, repeats, seconds, progress)
+        some = where.type == "cuda"  # where libraries tune for long
+        theirs = [shape for shape in shapes if shape in peers.SHAPES and some] or shapes
+        few = [m for m in batches if m in peers.BATCHES and some] or batches
+        found, missing = peers.measure(others, theirs, few, device, repeats, seconds, progress, cold)
         figures["peers"] = [_peer_row(row, limits(row["bytes"]), float_us) for row in found]
         figures["failures"] += missing
     return figures
@@ -128,6 +131,7 @@ class _Run(NamedTuple):
     repeats: int
     layout: str
     limits: Limits
+    cold: bool
     progress: Callable[[str], None]
 
     def rows(self, name: str, recipe: Recipe | None, n: int, k: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -146,7 +150,7 @@ class _Run(NamedTuple):
             last = m
             try:
                 if not layers:
-                    layers, size, held = _copies(recipe, n, k, self.device, self.dtype, self.layout)
+                    layers, size, held = _copies(recipe, n, k, self.device, self.dtype, self.layout, self.cold)
                 x = torch.randn(m, k, dtype=self.dtype, device=self.device)
                 times = timed(layers, x, chained=n == k, repeats=self.repeats)
                 with trace_kernels() as trace:
@@ -164,15 +168,15 @@ class _Run(NamedTuple):
 
 
 def _copies(
-    recipe: Recipe | None, n: int, k: int, device: torch.device, dtype: torch.dtype, layout: str
+    recipe: Recipe | None, n: int, k: int, device: torch.device, dtype: torch.dtype, layout: str, cold: bool
 ) -> tuple[Sequence[nn.Module], int, str]:
     """Layers over copies of one weight, its bytes, and the arrangement of them."""
     if recipe is None:
         size = n * k * dtype.itemsize
         dense = torch.randn(n, k, dtype=dtype, device=device) * k**-0.5
-        return [_Float(dense.clone()) for _ in range(copies_of(size, device))], size, "rows"
+        return [_Float(dense.clone()) for _ in range(copies_of(size, device, cold))], size, "rows"
     made = Specimen(recipe, n, k, device, dtype, layout)
-    return made.copies(), made.nbytes, made.layer.byte_layout
+    return made.copies(cold), made.nbytes, made.layer.byte_layout
 
 
 class _Float(nn.Module):
@@ -203,7 +207,7 @@ def row_of(times: Times, limit: Times, m: int, n: int, k: int, size: int) -> dic
 
 def table(figures: dict[str, Any]) -> Table:
     """What :func:`measure` returned, for a terminal."""
-    made = Table(title=f"{figures['device']}, {figures['dtype']} x, weights cold", title_justify="left")
+    made = Table(title=f"{figures['device']}, {figures['dtype']} x, weights {'cold' if figures['cold'] else 'warm'}", title_justify="left")
     left = ("scheme", "kernel", "layout")
     for name in ("N x K", "M", *left, "us", "billion weights/s", "of the limit", "without early starts", "times F.linear"):
         made.add_column(name, justify="left" if name in left else "right", no_wrap=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .walks import Times, copies_of, timed
 
-__all__ = ["BATCHES", "PEERS", "SHAPES", "Peer", "measure"]
+__all__ = ["BATCHES", "PEERS", "SHAPES", "Peer", "measure", "peers_on"]
 
 SHAPES = ((4096, 4096), (8192, 8192), (28672, 8192))
 BATCHES = (1, 16, 64, 256)
@@ -34,11 +34,15 @@ Prepare = Callable[[Tensor], tuple[Product, tuple[Tensor, ...]]]
 
 
 class Peer(NamedTuple):
-    """``prepare(weight)`` gives (product, parts): ``product(x, *parts)`` is ``x @ weight.T``. ``package``: what it needs."""
+    """``prepare(weight)`` gives (product, parts): ``product(x, *parts)`` is ``x @ weight.T``. ``package``: what it needs.
+
+    ``device``: on whose tensors it works. On the CPU peers are measured in this process, on a GPU each in one of its own.
+    """
 
     bits: int
     package: str
     prepare: Prepare
+    device: str = "cuda"
 
 
 # ---- the peers -------------------------------------------------------------------------------------------------------
@@ -60,6 +64,19 @@ def _tinygemm(weight: Tensor) -> tuple[Product, tuple[Tensor, ...]]:
     middle = low + 8 * scale
     both = torch.stack((scale, middle), -1).transpose(0, 1).contiguous().to(weight.dtype)
     return (lambda x, w, s: torch.ops.aten._weight_int4pack_mm(x, w, 128, s)), (packed, both)
+
+
+def _torch_int4(weight: Tensor) -> tuple[Product, tuple[Tensor, ...]]:
+    codes, scale, low = _integers(weight, 4, 128)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    both = torch.stack((scale, low + 8 * scale), -1).transpose(0, 1).contiguous().to(weight.dtype)
+    return (lambda x, w, s: torch.ops.aten._weight_int4pack_mm_for_cpu(x, w, 128, s)), (packed, both)
+
+
+def _torch_int8(weight: Tensor) -> tuple[Product, tuple[Tensor, ...]]:
+    scale = (weight.float().abs().amax(-1) / 127).clamp_min(1e-8)
+    codes = (weight.float() / scale[:, None]).round().to(torch.int8)
+    return torch.ops.aten._weight_int8pack_mm, (codes, scale.to(weight.dtype))
 
 
 def _int8_compiled(weight: Tensor) -> tuple[Product, tuple[Tensor, ...]]:
@@ -136,14 +153,21 @@ PEERS: dict[str, Peer] = {
     "int8 torchao": Peer(8, "torchao", _torchao_int8),
     "int4 gemlite": Peer(4, "gemlite", _gemlite_int4),
     "int8 gemlite": Peer(8, "gemlite", _gemlite_int8),
+    "int4 torch": Peer(4, "torch", _torch_int4, "cpu"),
+    "int8 torch": Peer(8, "torch", _torch_int8, "cpu"),
 }
+
+
+def peers_on(device: str) -> list[str]:
+    """The names of those that work on ``device``."""
+    return [name for name, peer in PEERS.items() if peer.device == torch.device(device).type]
 
 
 # ---- one peer, in this process ---------------------------------------------------------------------------------------
 
 
 def rows_of(
-    name: str, shapes: Sequence[tuple[int, int]], batches: Sequence[int], device: torch.device, repeats: int
+    name: str, shapes: Sequence[tuple[int, int]], batches: Sequence[int], device: torch.device, repeats: int, cold: bool = True
 ) -> Iterator[dict[str, Any]]:
     """A row, or an error, for each shape and M: all shapes at one M before the next, since some tune each for long."""
     peer = PEERS[name]
@@ -152,20 +176,20 @@ def rows_of(
             where = {"peer": name, "m": m, "n": n, "k": k}
             torch.compiler.reset()  # or the many shapes would exhaust what it compiles for one function
             try:
-                times, size, off = _row(peer, m, n, k, device, repeats)
+                times, size, off = _row(peer, m, n, k, device, repeats, cold)
                 yield {**where, "bits": peer.bits, "bytes": size, **times._asdict(), "relative_error": off}
             except Exception as error:  # whatever another library raises
                 yield {**where, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
-def _row(peer: Peer, m: int, n: int, k: int, device: torch.device, repeats: int) -> tuple[Times, int, float]:
+def _row(peer: Peer, m: int, n: int, k: int, device: torch.device, repeats: int, cold: bool) -> tuple[Times, int, float]:
     weight = torch.randn(n, k, dtype=torch.bfloat16, device=device) * k**-0.5
     x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
     product, parts = peer.prepare(weight)
     truth = torch.nn.functional.linear(x, weight).float()
     off = float((product(x, *parts).float() - truth).norm() / truth.norm())
     size = sum(map(_bytes, parts))
-    copies = [tuple(part.clone() for part in parts) for _ in range(copies_of(size, device))]
+    copies = [tuple(part.clone() for part in parts) for _ in range(copies_of(size, device, cold))]
     calls = [lambda x, own=own: product(x, *own) for own in copies]
     return timed(calls, x, chained=n == k, repeats=repeats), size, off
 
@@ -188,10 +212,12 @@ def measure(
     repeats: int = 9,
     seconds: float = 45,
     progress: Callable[[str], None] | None = None,
+    cold: bool = True,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(rows, failures) of the peers named; a process that takes longer than ``seconds`` is ended, and its rows so far kept."""
-    if unknown := [name for name in names if name not in PEERS]:
-        raise ValueError(f"no peer named {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    there = peers_on(device)
+    if unknown := [name for name in names if name not in there]:
+        raise ValueError(f"no peer named {', '.join(unknown)} on {device}; there are {', '.join(there)}")
     rows, failures = [], []
     for name in names:
         if progress is not None:
@@ -200,8 +226,11 @@ def measure(
         if version is None:
             failures.append({"peer": name, "error": f"{PEERS[name].package} is not installed"})
             continue
-        grid = ["--shapes", ",".join(f"{n}x{k}" for n, k in shapes), "--batches", ",".join(map(str, batches))]
-        found, reason = _lines([name, *grid, "--device", device, "--repeats", str(repeats)], seconds)
+        if PEERS[name].device == "cpu":
+            found, reason = list(rows_of(name, shapes, batches, torch.device(device), repeats, cold)), None
+        else:
+            grid = ["--shapes", ",".join(f"{n}x{k}" for n, k in shapes), "--batches", ",".join(map(str, batches))]
+            found, reason = _lines([name, *grid, "--device", device, "--repeats", str(repeats), *([] if cold else ["--warm"])], seconds)
         rows += [{**row, "version": version} for row in found if "error" not in row]
         failures += [row for row in found if "error" in row]
         if reason is not None:
@@ -243,10 +272,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--warm", action="store_true")
     options = parser.parse_args(arguments)
     shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in options.shapes.split(","))]
     batches = [int(m) for m in options.batches.split(",")]
-    for row in rows_of(options.peer, shapes, batches, torch.device(options.device), options.repeats):
+    for row in rows_of(options.peer, shapes, batches, torch.device(options.device), options.repeats, not options.warm):
         print(json.dumps(row), flush=True)
 
 

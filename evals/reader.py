@@ -18,10 +18,11 @@ _PLANS = ((0, 4096, 4), (0, 8192, 4), (0, 16384, 8), (1, 32768, 8), (2, 16384, 8
 
 
 class Limits:
-    """Microseconds to read a number of bytes, cold, in each mode of a walk: the best of several readers, each measured once."""
+    """Microseconds to read a number of bytes, ``cold`` or the same ones again and again, in each mode of a walk: the best of
+    several readers, each measured once."""
 
-    def __init__(self, device: torch.device, repeats: int = 9) -> None:
-        self._device, self._repeats = device, repeats
+    def __init__(self, device: torch.device, repeats: int = 9, cold: bool = True) -> None:
+        self._device, self._repeats, self._cold = device, repeats, cold
         self._known: dict[int, Times] = {}
         self._data = torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -47,8 +48,8 @@ class Limits:
     def _copies(self, size: int) -> int:
         """On a GPU as many as a walk has calls: readers wait for nothing, so that several run at once, and two that read the
         same bytes would share them in the cache."""
-        cold = copies_of(size, self._device)
-        if self._device.type != "cuda":
+        cold = copies_of(size, self._device, self._cold)
+        if self._device.type != "cuda" or not self._cold:
             return cold
         free = torch.cuda.mem_get_info(self._device)[0] + self._data.numel()
         return max(cold, min(FEWEST, free // 2 // size))

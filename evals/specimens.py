@@ -50,7 +50,7 @@ class Specimen:
     def nbytes(self) -> int:
         return self.layer.weight.nbytes
 
-    def copies(self) -> list[QLinear]:
-        """As many copies of the layer, at addresses of their own, as leave the last-level cache cold."""
+    def copies(self, cold: bool = True) -> list[QLinear]:
+        """As many copies of the layer, at addresses of their own, as leave the last-level cache cold; or one."""
         weight = self.layer.weight
-        return [self._module(weight.clone()) for _ in range(copies_of(self.nbytes, weight.device))]
+        return [self._module(weight.clone()) for _ in range(copies_of(self.nbytes, weight.device, cold))]

@@ -37,8 +37,10 @@ class Times(NamedTuple):
     early: bool | None
 
 
-def copies_of(size: int, device: torch.device) -> int:
-    """How many copies of ``size`` bytes leave the last-level cache of ``device`` cold."""
+def copies_of(size: int, device: torch.device, cold: bool = True) -> int:
+    """How many copies of ``size`` bytes leave the last-level cache of ``device`` cold; one leaves it warm."""
+    if not cold:
+        return 1
     return max(2, -(-COLD[device.type] // max(size, 1)))
 
 
@@ -56,6 +58,7 @@ def _timed(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int) -> Tim
         y = call(x)
     seconds = _seconds(calls, x)
     if x.device.type != "cuda":
+        calls = [*calls] * (FEWEST if len(calls) == 1 else 1)
         us, y = _eager(calls, x, chained, repeats)
         times = Times(us, us, None)
     else:

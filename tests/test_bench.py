@@ -87,7 +87,7 @@ def test_figures_without_matplotlib_are_a_note(capsys, tmp_path, monkeypatch):
         (["--shapes", "4096"], "as in 4096x4096"),
         (["--device", "cuda"], "no CUDA device"),
         (["--schemes", "int44"], "did you mean"),
-        (["--peers", "all"], "CUDA kernels"),
+        (["--peers", "int4 tinygemm"], "on cpu there are int4 torch, int8 torch, not int4 tinygemm"),
     ],
 )
 def test_a_benchmark_of_nothing_is_one_clear_error(arguments, message, capsys, monkeypatch):
@@ -154,12 +154,22 @@ def test_a_peer_is_measured_and_its_errors_are_rows(monkeypatch):
 
 def test_peers_that_are_missing_late_or_broken_are_named(monkeypatch):
     monkeypatch.setitem(peers.PEERS, "absent", peers.Peer(4, "no-such-package", lambda weight: None))
-    rows, failures = peers.measure(["absent"], [(64, 64)], [1], "cpu")
+    rows, failures = peers.measure(["absent"], [(64, 64)], [1], "cuda")
     assert (rows, failures) == ([], [{"peer": "absent", "error": "no-such-package is not installed"}])
     assert peers._lines(["int4 tinygemm"], 0.05) == ([], "not done after 0.05 s")
     assert "ended with 2" in peers._lines(["nobody"], 60)[1]
     with pytest.raises(ValueError, match="there are int4 tinygemm"):
         peers.measure(["nobody"])
+
+
+def test_the_kernels_of_torch_for_a_cpu_are_measured_beside_ours_over_cold_weights_and_warm():
+    for cold in (True, False):
+        found = gemv.measure(["int4"], [(128, 256)], (1, 3), repeats=1, others=peers.peers_on("cpu"), cold=cold)
+        assert found["cold"] == cold
+        assert not found["failures"]
+        assert [(row["peer"], row["m"]) for row in found["peers"]] == [(p, m) for p in ("int4 torch", "int8 torch") for m in (1, 3)]
+        assert all(row["relative_error"] < (0.2 if row["bits"] == 4 else 0.02) for row in found["peers"])
+        assert all(row["bytes"] == 128 * 256 * row["bits"] // 8 + 128 * 2 * (4 if row["bits"] == 4 else 1) for row in found["peers"])
 
 
 def test_peers_stand_beside_the_others(monkeypatch):

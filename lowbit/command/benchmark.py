@@ -27,6 +27,7 @@ def gemv(
     peers: Annotated[str, typer.Option(help="Also other libraries: their names with commas between, or all.")] = "",
     peer_seconds: Annotated[float, typer.Option(min=1, help="The most that the process of one of them may take.")] = 45,
     repeats: Annotated[int, typer.Option(min=1, help="Walks over all copies; each figure is their median.")] = 9,
+    warm: Annotated[bool, typer.Option("--warm", help="Over one copy of the weights, which the cache may hold.")] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write NAME.json, NAME.csv and NAME.png there.", file_okay=False)
     ] = None,
@@ -50,10 +51,10 @@ def gemv(
         ) from None
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device: use --device cpu")
-    if peers and not device.startswith("cuda"):
-        raise typer.BadParameter("the peers' kernels are CUDA kernels: use --device cuda, or leave --peers out")
     names = gemv.SCHEMES if schemes == "all" else _recipes(schemes)
-    others = list(theirs.PEERS) if peers == "all" else _names(peers)
+    others = theirs.peers_on(device) if peers == "all" else _names(peers)
+    if unknown := set(others) - set(theirs.peers_on(device)):
+        raise typer.BadParameter(f"on {device} there are {', '.join(theirs.peers_on(device))}, not {', '.join(sorted(unknown))}")
     total, came_from = len(sizes) * len(rows) * (1 + len(names)) + len(others), origin()
 
     def keep(found: dict[str, Any]) -> None:
@@ -64,6 +65,7 @@ def gemv(
         done = iter(range(total))
         measured = gemv.measure(
             names, sizes, rows, device, repeats=repeats, layout=layout, others=others, seconds=peer_seconds,
+            cold=not warm,
             progress=lambda what: progress(what, next(done), total), keep=keep,
         )  # fmt: skip
     result = {**came_from, **measured}
