@@ -56,15 +56,16 @@ def measure(
     """Time ``QLinear.forward`` for each scheme, shape (N, K) and number of rows of x, beside F.linear in ``dtype``.
 
     ``schemes``: recipes, or their names. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
-    ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. Returns plain data: ``rows`` as of :func:`row_of`, ``peers``, the same
-    for them, and ``failures``, each with the error of a figure that could not be taken. ``keep`` is called with what there is
-    after each shape, so that a run that is ended early leaves something.
+    ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. Returns plain data:
+    ``rows`` as of :func:`row_of`, ``peers``, the same for them, and ``failures``, each with the error of a figure that could
+    not be taken. ``keep`` is called with what there is after each shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
     recipes = {what if isinstance(what, str) else what.name: Recipe.of(what) for what in schemes}
     limits = Limits(where, repeats, cold)
     one = _Run(batches, where, dtype, repeats, layout, limits, cold, progress)
-    figures: dict[str, Any] = {"device": device_name(where), "dtype": str(dtype), "cold": cold, "rows": [], "peers": [], "failures": []}
+    figures: dict[str, Any] = {"device": device_name(where), "dtype": str(dtype), "cold": cold}
+    figures |= {"rows": [], "peers": [], "failures": []}
     float_us: dict[tuple[int, int, int], float] = {}
     for n, k in shapes:
         rows = []
@@ -207,7 +208,8 @@ def row_of(times: Times, limit: Times, m: int, n: int, k: int, size: int) -> dic
 
 def table(figures: dict[str, Any]) -> Table:
     """What :func:`measure` returned, for a terminal."""
-    made = Table(title=f"{figures['device']}, {figures['dtype']} x, weights {'cold' if figures['cold'] else 'warm'}", title_justify="left")
+    held = "cold" if figures["cold"] else "warm"
+    made = Table(title=f"{figures['device']}, {figures['dtype']} x, weights {held}", title_justify="left")
     left = ("scheme", "kernel", "layout")
     for name in ("N x K", "M", *left, "us", "billion weights/s", "of the limit", "without early starts", "times F.linear"):
         made.add_column(name, justify="left" if name in left else "right", no_wrap=True)

@@ -230,7 +230,8 @@ def measure(
             found, reason = list(rows_of(name, shapes, batches, torch.device(device), repeats, cold)), None
         else:
             grid = ["--shapes", ",".join(f"{n}x{k}" for n, k in shapes), "--batches", ",".join(map(str, batches))]
-            found, reason = _lines([name, *grid, "--device", device, "--repeats", str(repeats), *([] if cold else ["--warm"])], seconds)
+            how = ["--device", device, "--repeats", str(repeats), *([] if cold else ["--warm"])]
+            found, reason = _lines([name, *grid, *how], seconds)
         rows += [{**row, "version": version} for row in found if "error" not in row]
         failures += [row for row in found if "error" in row]
         if reason is not None:
