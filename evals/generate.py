@@ -43,6 +43,7 @@ def measure(
     head: str | None = "int8",
     compiled: bool = True,
     fused: bool = True,
+    plain: bool = False,
     repeats: int = 3,
     load: Callable[[str, torch.device], nn.Module] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -57,6 +58,8 @@ def measure(
         steps: tokens that are written, ``repeats`` times.
         head: the scheme of the head, or None to leave it to the recipe.
         compiled: on a GPU, the blocks of the stack go through ``torch.compile`` before decoding, whether quantized or not.
+        plain: tokens are written by ``model.generate`` as transformers has it, and what they take holds the reading of the
+            ``context`` before them.
         fused: quantized layers that read one tensor are fused (:func:`lowbit.fuse_`).
         keep: called with the figures so far after each recipe.
     """
@@ -65,7 +68,7 @@ def measure(
     out: dict[str, Any] = {
         "model": model, "device": device_name(where), "prompt": prompt, "context": context, "steps": steps,
         "head": head or "as the recipe says",
-        "compiled": compiled and where.type == "cuda", "fused": fused,
+        "compiled": compiled and where.type == "cuda" and not plain, "fused": fused, "plain": plain,
         "bytes_per_second": _READ / min(limit.us, limit.plain_us) * 1e6,
         "rows": [], "failures": [],
     }  # fmt: skip
@@ -82,7 +85,7 @@ def measure(
                     fuse_(made, torch.zeros(1, 1, dtype=torch.long, device=where), use_cache=False)
             quantizing = time.perf_counter() - quantizing
             row = {"recipe": name, "quantize_seconds": quantizing}
-            row |= _figures(made, where, (prompt, context, steps), out["compiled"], repeats, out["bytes_per_second"])
+            row |= _figures(made, where, (prompt, context, steps), out["compiled"], plain, repeats, out["bytes_per_second"])
             out["rows"].append(row)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             out["failures"].append({"recipe": name, "error": " ".join(str(error).split())[:300]})
@@ -133,7 +136,13 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def _figures(
-    model: Any, device: torch.device, lengths: tuple[int, int, int], compiled: bool, repeats: int, bandwidth: float
+    model: Any,
+    device: torch.device,
+    lengths: tuple[int, int, int],
+    compiled: bool,
+    plain: bool,
+    repeats: int,
+    bandwidth: float,
 ) -> dict[str, Any]:
     prompt, context, steps = lengths
     read, cuda = weight_bytes(model), device.type == "cuda"
@@ -147,21 +156,50 @@ def _figures(
         if cuda:
             memory |= {"prefill_peak_bytes": torch.cuda.max_memory_allocated(), "cache_bytes": reader.cache_bytes}
         del reader
-        writer = _Writer(model, device, context + (repeats + 1) * steps + _WARM)
-        writer.prefill(context)
-        blocks = _blocks(model)
-        # A block's number is a constant in what is compiled of it, so that each is compiled anew.
-        with torch._dynamo.config.patch(recompile_limit=4 * len(blocks), accumulated_recompile_limit=16 * len(blocks)):
-            for block in blocks if compiled else ():
-                block.compile(dynamic=False)
-            step = writer.captured() if cuda else writer.step
-        step(steps)
-        seconds = statistics.median(step(steps) / steps for _ in range(repeats))
+        if plain:
+            seconds = _generated(model, device, context, steps, repeats)
+        else:
+            seconds = _written(model, device, context, steps, compiled, repeats)
     return {
         "tokens_per_second": 1 / seconds, "ms_per_token": 1e3 * seconds,
         "prefill_ms": 1e3 * prefill, "prefill_tokens_per_second": prompt / prefill,
         "weight_bytes": read, "bandwidth_utilisation": read / seconds / bandwidth, **memory,
     }  # fmt: skip
+
+
+def _written(model: Any, device: torch.device, context: int, steps: int, compiled: bool, repeats: int) -> float:
+    """Seconds a token, behind ``context`` others."""
+    writer = _Writer(model, device, context + (repeats + 1) * steps + _WARM)
+    writer.prefill(context)
+    blocks = _blocks(model)
+    # A block's number is a constant in what is compiled of it, so that each is compiled anew.
+    with torch._dynamo.config.patch(recompile_limit=4 * len(blocks), accumulated_recompile_limit=16 * len(blocks)):
+        for block in blocks if compiled else ():
+            block.compile(dynamic=False)
+        step = writer.captured() if device.type == "cuda" else writer.step
+    step(steps)
+    return statistics.median(step(steps) / steps for _ in range(repeats))
+
+
+def _generated(model: Any, device: torch.device, context: int, steps: int, repeats: int) -> float:
+    """Seconds a token of ``model.generate``, from ``context`` tokens on to the last of ``steps``."""
+    ids = torch.randint(0, model.config.vocab_size, (1, context), device=device)
+    how = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
+
+    def run() -> float:
+        _wait(device)
+        start = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        _wait(device)
+        return (time.perf_counter() - start) / steps
+
+    run()
+    return statistics.median(run() for _ in range(repeats))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -188,11 +226,11 @@ class _Writer:
         """Seconds to read as many random ``tokens`` into an empty cache and choose the first to be written."""
         ids = torch.randint(0, self._model.config.vocab_size, (1, tokens), device=self._device)
         self._cache.reset()
-        self._wait()
+        _wait(self._device)
         start = time.perf_counter()
         output = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._token.copy_(output.logits[:, -1:].argmax(-1))
-        self._wait()
+        _wait(self._device)
         return time.perf_counter() - start
 
     def _one(self) -> None:
@@ -201,11 +239,11 @@ class _Writer:
 
     def step(self, count: int) -> float:
         """Seconds to write ``count`` tokens."""
-        self._wait()
+        _wait(self._device)
         start = time.perf_counter()
         for _ in range(count):
             self._one()
-        self._wait()
+        _wait(self._device)
         return time.perf_counter() - start
 
     def captured(self) -> Callable[[int], float]:
@@ -232,14 +270,10 @@ class _Writer:
 
         return step
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-
 
 def table(figures: dict[str, Any]) -> Table:
     """What :func:`measure` returned, for a terminal."""
-    compiled = ", blocks compiled" if figures["compiled"] else ""
+    compiled = ", blocks compiled" if figures["compiled"] else ", model.generate" if figures["plain"] else ""
     where = f"{figures['model']} on {figures['device']}, batch 1"
     title = f"{where}, behind {figures['context']} tokens, prompt of {figures['prompt']}, head {figures['head']}{compiled}"
     made = Table(title=title, title_justify="left")

@@ -299,12 +299,14 @@ def test_host_time_stands_beside_a_float_layer(capsys, monkeypatch, tmp_path):
     assert "as in 1,8" in capsys.readouterr().err
 
 
-def test_a_model_of_random_weights_writes(capsys, tmp_path):
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_model_of_random_weights_writes(plain, capsys, tmp_path):
     out = tmp_path / "speed.json"
     arguments = ["bench", "generate", "tiny", "--recipes", "int4,gptq(int4)", "--prompt", "8", "--context", "4", "--steps", "2"]
-    assert run([*arguments, "--repeats", "1", "--out", str(out)]) == 0
+    assert run([*arguments, "--repeats", "1", "--out", str(out), *(["--plain"] if plain else [])]) == 0
     told = capsys.readouterr()
     assert "tokens/s" in told.out
+    assert ("model.generate" in " ".join(told.out.split())) == plain
     assert "recipe=gptq(int4)" in told.err  # what looks at data is named, and the others go on
     found = json.loads(out.read_text())
     by = {row["recipe"]: row for row in found["rows"]}

@@ -111,6 +111,7 @@ def generate(
     steps: Annotated[int, typer.Option(min=1, help="Tokens that are written.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="How often each is done; figures are medians.")] = 3,
     compiled: Annotated[bool, typer.Option(help="On a GPU, compile the blocks, of the float model too.")] = True,
+    plain: Annotated[bool, typer.Option("--plain", help="Write through model.generate, its reading counted with it.")] = False,
     fused: Annotated[bool, typer.Option(help="Fuse quantized layers that read one tensor.")] = True,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures there as JSON.", dir_okay=False)] = None,
@@ -133,7 +134,7 @@ def generate(
     with bar() as progress:
         done = iter(range(len(names) + 1))
         measured = measuring.measure(
-            model, names, device, prompt=prompt, context=context, steps=steps, repeats=repeats, compiled=compiled, fused=fused,
+            model, names, device, prompt=prompt, context=context, steps=steps, repeats=repeats, compiled=compiled, fused=fused, plain=plain,
             head=None if head == "recipe" else head, load=lambda source, where: load_model(source, str(where)),
             progress=lambda what: progress(what, next(done), len(names) + 1),
             keep=None if out is None else lambda found: write_result(out, found),
