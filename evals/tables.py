@@ -175,7 +175,8 @@ def _gemv_block(result: dict[str, Any]) -> str:
         speed = f"{first['us']:.1f}", f"{first['billion_weights_per_second']:.0f}", f"{first['fraction_of_limit']:.2f}"
         return name, first["by"], *speed, *ratios
 
-    title = f"{result['device']}, {n} x {k}, {result['dtype']} x, torch {result['versions']['torch']}, {result['date']}:"
+    warm = "" if result.get("cold", True) else ", weights warm"
+    title = f"{result['device']}, {n} x {k}, {result['dtype']} x{warm}, torch {result['versions']['torch']}, {result['date']}:"
     head = f"scheme |kernel at M = {min(batches)} |us|billion weights/s|of the limit"
     head += "".join(f"|times F.linear, M = {m}" for m in batches)
     return f"{title}\n\n{_markdown(head, (row(name) for name in dict.fromkeys(r['name'] for r in here)))}"
@@ -195,7 +196,7 @@ def _generate_block(result: dict[str, Any]) -> str:
 
     title = (
         f"{result['device']}, shapes of {result['model']} with random weights, head {result['head']}, behind {result['context']} "
-        f"tokens, torch {result['versions']['torch']}, {result['date']}:"
+        f"tokens{', `model.generate`' if result.get('plain') else ''}, torch {result['versions']['torch']}, {result['date']}:"
     )
     head = "recipe |weights, GB|tokens/s|times bf16|of the bandwidth|prompt of " + f"{result['prompt']}, ms|times bf16"
     return f"{title}\n\n{_markdown(head, map(row, result['rows']))}"

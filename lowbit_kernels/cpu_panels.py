@@ -19,7 +19,7 @@ from .registry import Call, Kernel, register
 __all__ = ["dequantize", "embedding", "int8_products", "panels_linear"]
 
 _FEW = 16  # columns whose integer products are exact in fp32 too
-_PANEL = 1 << 20  # weights: 2 MiB in 16 bits
+_PANEL = 1 << 21  # weights: 4 MiB in 16 bits, so that what a product costs to begin is little beside it
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]

@@ -73,19 +73,20 @@ inline void put(Element<type>* to, Floats a, Floats b) {
 
 inline Floats times(Floats a, Floats b) { return fma(a, b, broadcast(-0.0f)); }
 
-// Thirty-two codes of a group as numbers.
+// Thirty-two codes as numbers, of one group or sixteen of each of two.
 template <int bits, Stored type>
 struct InOrder {
   const Linear& a;
   Halves<bits> halves;
   int sign;
-  Floats zero = {}, scale = {}, unit;
+  Floats zero[2] = {}, scale[2] = {}, unit;
   explicit InOrder(const Linear& a) : a(a), halves(a.halves ? a.halves : nothing()), sign(a.is_signed ? 1 << (bits - 1) : 0), unit(broadcast(a.shifted.unit)) {}
   static const uint16_t* nothing() {
     static const uint16_t zeros[256] = {};
     return zeros;
   }
-  void group(float z, float s) { zero = broadcast(z), scale = broadcast(s); }
+  void half(int i, float z, float s) { zero[i] = broadcast(z), scale[i] = broadcast(s); }
+  void group(float z, float s) { half(0, z, s), half(1, z, s); }
   void operator()(const uint8_t* row, int64_t first, Element<type>* to) const {
     Floats w0, w1;
     if (bits == 8 && a.codes == Codes::signed_bytes) {
@@ -107,7 +108,7 @@ struct InOrder {
         w0 = look_up(bytes, a.values), w1 = look_up(bytes + 16, a.values);
       }
     }
-    put<type>(to, times(subtract(w0, zero), scale), times(subtract(w1, zero), scale));
+    put<type>(to, times(subtract(w0, zero[0]), scale[0]), times(subtract(w1, zero[1]), scale[1]));
   }
 };
 
@@ -155,10 +156,20 @@ void rows_with(const Linear& a, Element<type>* out, int64_t begin, int64_t end) 
   for (int64_t row = begin; row < end; row++) {
     const uint8_t* packed = a.packed + row * a.packed_stride;
     Element<type>* to = out + row * a.k;
-    for (int64_t g = 0, first = 0; first < a.k; g++) {
+    const auto scale_at = [&](int64_t g) {
+      const float found = scale_of(a, row, g);
+      return found == found ? found : NAN;  // whose lower bits are 0
+    };
+    int64_t g = 0, first = 0;
+    if constexpr (std::is_same_v<Decode, InOrder<bits, type>>)
+      if (2 * a.group == codes_at_a_time)
+        for (; first + codes_at_a_time <= a.k; first += codes_at_a_time, g += 2) {
+          for (int i = 0; i < 2; i++) decode.half(i, zero_of(a, row, g + i), scale_at(g + i));
+          decode(packed, first, to + first);
+        }
+    for (; first < a.k; g++) {
       const int64_t past = first + a.group < a.k ? first + a.group : a.k;
-      const float zero = zero_of(a, row, g), found = scale_of(a, row, g);
-      const float scale = found == found ? found : NAN;  // whose lower bits are 0
+      const float zero = zero_of(a, row, g), scale = scale_at(g);
       if (first % byte_aligned_codes(bits) == 0) {
         decode.group(zero, scale);
         for (; first + codes_at_a_time <= past; first += codes_at_a_time) decode(packed, first, to + first);
