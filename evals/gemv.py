@@ -19,6 +19,7 @@ from torch import nn
 
 from lowbit import trace_kernels
 from lowbit.recipe import Recipe
+from lowbit_kernels.build import CPU
 
 from . import peers
 from .reader import Limits
@@ -227,8 +228,8 @@ def table(figures: dict[str, Any]) -> Table:
 
 
 def device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {(n := torch.get_num_threads())} thread{'s' if n > 1 else ''}"
-    )
+    """Of a CPU: how many threads, and the instructions of the kernels, which LOWBIT_CPU may choose."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = f"cpu, {(n := torch.get_num_threads())} thread{'s' if n > 1 else ''}"
+    return threads if CPU.missing() else f"{threads}, {torch.ops.lowbit_cpu.instructions()}"
