@@ -75,7 +75,7 @@ def draw(path: Path, figures: dict[str, Any]) -> bool:
     lines = -(-len(batches) // columns)
     figure = Figure(figsize=(1.5 + 5.5 * columns, 1 + 4.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    held = "cold" if figures["cold"] else "warm"
+    held = "cold" if figures.get("cold", True) else "warm"
     figure.suptitle(f"Weights loaded per second: {figures['device']}, {figures['dtype']} x, weights {held}")
     for place, m in enumerate(batches):
         axes = figure.add_subplot(lines, columns, place + 1, title=f"M = {m}", yscale="log")

@@ -209,7 +209,7 @@ def row_of(times: Times, limit: Times, m: int, n: int, k: int, size: int) -> dic
 
 def table(figures: dict[str, Any]) -> Table:
     """What :func:`measure` returned, for a terminal."""
-    held = "cold" if figures["cold"] else "warm"
+    held = "cold" if figures.get("cold", True) else "warm"
     made = Table(title=f"{figures['device']}, {figures['dtype']} x, weights {held}", title_justify="left")
     left = ("scheme", "kernel", "layout")
     for name in ("N x K", "M", *left, "us", "billion weights/s", "of the limit", "without early starts", "times F.linear"):
