@@ -187,7 +187,7 @@ bool are_bytes(const Linear& a, Bytewise& how, uint8_t* table) {
       least = number < least ? number : least, most = number > most ? number : most;
     }
     if (!whole) continue;
-    if (most - least > 255) return false;
+    if (most - least > 127) return false;  // AVX2 adds products in 16 bits
     for (int code = 0; code < 64; code++) table[code] = static_cast<uint8_t>(a.values[code % codes] * up - least);
     how = {0, static_cast<int>(-least), table, 1 / up};
     return true;
@@ -209,6 +209,13 @@ bool fits(const Linear& a, const Bytewise& how, bool has_zeros) {
   return most * 4 * fields_of(a.bits) <= 512;
 }
 
+// Kernels that multiply digits.
+struct DigitKernels {
+  int lanes;
+  bool (*take)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&);
+  bool (*linear)(const Linear&, const Bytewise&, const DigitsOfX&, int64_t, int64_t);
+};
+
 bool has_integer_dot_products() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
@@ -218,9 +225,21 @@ bool has_integer_dot_products() {
 #endif
 }
 
+// Those of this processor, or none. One with AVX-512 and no integer dot products takes AVX2's.
+const DigitKernels* digit_kernels() {
+#if defined(__x86_64__)
+  static const DigitKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear};
+  static const DigitKernels narrow = {narrow_lanes, avx2::take_digits, avx2::digits_linear};
+  if (has_integer_dot_products()) return &wide;
+  return std::string(instruction_set("").name) == "portable" ? nullptr : &narrow;
+#else
+  return nullptr;
+#endif
+}
+
 // Whether `digits_linear` takes a format with these numbers on this processor.
 bool takes_digits(Tensor values, bool zero_points) {
-  if (!has_integer_dot_products()) return false;
+  if (!digit_kernels()) return false;
   Linear a = {};
   while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
   a.values = values.const_data_ptr<float>();
@@ -232,16 +251,17 @@ bool takes_digits(Tensor values, bool zero_points) {
 // The product by digits of x; false where it cannot be had.
 template <typename Finish>
 bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given, const Finish& finish) {
-#if defined(__x86_64__)
   Bytewise how;
   uint8_t table[64];
   const int fields = fields_of(a.bits);
-  const int64_t columns = columns_of(a.bits);
-  STD_TORCH_CHECK(has_integer_dot_products(), "this processor has no integer dot products for digits");
+  const DigitKernels* const kernels = digit_kernels();
+  STD_TORCH_CHECK(kernels, "this processor has no products of integers for digits");
   STD_TORCH_CHECK(a.bits > 1 && are_bytes(a, how, table) && fits(a, how, a.zero_point.data), "digits take weights that are small integers");
   STD_TORCH_CHECK(takes_group(a.bits, a.group, a.k), "digits of ", a.bits, "-bit weights take groups of a multiple of ", 4 * fields,
                   ", got groups of ", a.group);
-  const int64_t steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
+  const int lanes = kernels->lanes;
+  const int64_t columns = columns_of(a.bits, lanes), steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
+  const int64_t size = takes_words(a.bits, lanes) ? 2 * words_of(count) : count;  // bytes of a number's digits
   const bool uniform = a.group >= a.k || a.group % columns == 0;
   const std::unique_ptr<int32_t[]> groups(new int32_t[steps * (uniform ? 1 : 1 + lanes)]);
   for (int64_t s = 0; s < steps; s++) {
@@ -249,20 +269,17 @@ bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given,
     for (int64_t lane = 0; lane < lanes && !uniform; lane++)
       groups[steps + s * lanes + lane] = static_cast<int32_t>((s * columns + lane * 4 * fields) / a.group) - groups[s];
   }
-  const std::unique_ptr<int8_t[]> digits(new int8_t[steps * a.m * count * columns]);
+  const std::unique_ptr<int8_t[]> digits(new int8_t[steps * a.m * size * columns]);
   const std::unique_ptr<int32_t[]> sums(new int32_t[steps * a.m * lanes]);
   const std::unique_ptr<float[]> scale(new float[a.m * slices]);
   const DigitsOfX of_x = {count, given, steps, groups.get(), uniform ? nullptr : groups.get() + steps, digits.get(), sums.get(), scale.get()};
-  if (!avx512vnni::take_digits(a, how, x, of_x)) return false;
+  if (!kernels->take(a, how, x, of_x)) return false;
   std::atomic<bool> good{true};
   in_tasks(a, [&](int64_t begin, int64_t end) {
-    if (!avx512vnni::digits_linear(a, how, of_x, begin, end)) good = false;
+    if (!kernels->linear(a, how, of_x, begin, end)) good = false;
     finish(begin, end);
   });
   return good;
-#else
-  return false;
-#endif
 }
 
 // The product in floats, a step at a time; false where it cannot be had.
@@ -270,7 +287,7 @@ template <typename Finish>
 bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
 #if defined(__x86_64__)
   if (!has_integer_dot_products() || !takes_floats(a)) return false;
-  const int64_t columns = columns_of(a.bits), steps = (a.k + columns - 1) / columns;
+  const int64_t columns = columns_of(a.bits, wide_lanes), steps = (a.k + columns - 1) / columns;
   const std::unique_ptr<int32_t[]> groups(new int32_t[steps * 4]);
   for (int64_t i = 0; i < steps * 4; i++) {
     const int64_t column = i * (columns / 4);

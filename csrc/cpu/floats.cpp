@@ -141,7 +141,7 @@ void rows(const Linear& a, const FloatsOfX& x, int64_t begin, int64_t end) {
 }  // namespace
 
 void take_floats(const Linear& a, const Numbers& x, const FloatsOfX& to) {
-  const int64_t fields = fields_of(a.bits), columns = columns_of(a.bits);
+  const int64_t fields = fields_of(a.bits), columns = columns_of(a.bits, lanes);
   alignas(64) float some[lanes];
   for (int64_t s = 0; s < to.steps; s++)
     for (int64_t m = 0; m < a.m; m++) {
