@@ -209,11 +209,13 @@ bool fits(const Linear& a, const Bytewise& how, bool has_zeros) {
   return most * 4 * fields_of(a.bits) <= 512;
 }
 
-// Kernels that multiply digits.
-struct DigitKernels {
+// Kernels that take a weight a step at a time: digits, and floats where they are better than what the instruction set has.
+struct StepKernels {
   int lanes;
-  bool (*take)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&);
-  bool (*linear)(const Linear&, const Bytewise&, const DigitsOfX&, int64_t, int64_t);
+  bool (*take_digits)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&);
+  bool (*digits)(const Linear&, const Bytewise&, const DigitsOfX&, int64_t, int64_t);
+  void (*take_floats)(const Linear&, const Numbers&, const FloatsOfX&);
+  void (*floats)(const Linear&, const FloatsOfX&, int64_t, int64_t);
 };
 
 bool has_integer_dot_products() {
@@ -225,13 +227,15 @@ bool has_integer_dot_products() {
 #endif
 }
 
-// Those of this processor, or none. One with AVX-512 and no integer dot products takes AVX2's.
-const DigitKernels* digit_kernels() {
+// Those of this processor, or none. One with AVX-512 and no integer dot products takes AVX2's digits.
+const StepKernels* step_kernels() {
 #if defined(__x86_64__)
-  static const DigitKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear};
-  static const DigitKernels narrow = {narrow_lanes, avx2::take_digits, avx2::digits_linear};
+  static const StepKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear, avx512::take_floats, avx512vnni::floats_linear};
+  static const StepKernels narrow = {narrow_lanes, avx2::take_digits, avx2::digits_linear, avx2::take_floats, avx2::floats_linear};
+  static const StepKernels narrow_digits = {narrow_lanes, avx2::take_digits, avx2::digits_linear, nullptr, nullptr};
   if (has_integer_dot_products()) return &wide;
-  return std::string(instruction_set("").name) == "portable" ? nullptr : &narrow;
+  const std::string name = instruction_set("").name;
+  return name == "avx2" ? &narrow : name == "avx512" ? &narrow_digits : nullptr;
 #else
   return nullptr;
 #endif
@@ -239,7 +243,7 @@ const DigitKernels* digit_kernels() {
 
 // Whether `digits_linear` takes a format with these numbers on this processor.
 bool takes_digits(Tensor values, bool zero_points) {
-  if (!digit_kernels()) return false;
+  if (!step_kernels()) return false;
   Linear a = {};
   while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
   a.values = values.const_data_ptr<float>();
@@ -254,7 +258,7 @@ bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given,
   Bytewise how;
   uint8_t table[64];
   const int fields = fields_of(a.bits);
-  const DigitKernels* const kernels = digit_kernels();
+  const StepKernels* const kernels = step_kernels();
   STD_TORCH_CHECK(kernels, "this processor has no products of integers for digits");
   STD_TORCH_CHECK(a.bits > 1 && are_bytes(a, how, table) && fits(a, how, a.zero_point.data), "digits take weights that are small integers");
   STD_TORCH_CHECK(takes_group(a.bits, a.group, a.k), "digits of ", a.bits, "-bit weights take groups of a multiple of ", 4 * fields,
@@ -262,7 +266,7 @@ bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given,
   const int lanes = kernels->lanes;
   const int64_t columns = columns_of(a.bits, lanes), steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
   const int64_t size = takes_words(a.bits, lanes) ? 2 * words_of(count) : count;  // bytes of a number's digits
-  const bool uniform = a.group >= a.k || a.group % columns == 0;
+  const bool uniform = a.group >= a.k || a.group % columns_of(a.bits, wide_lanes) == 0;
   const std::unique_ptr<int32_t[]> groups(new int32_t[steps * (uniform ? 1 : 1 + lanes)]);
   for (int64_t s = 0; s < steps; s++) {
     groups[s] = static_cast<int32_t>(s * columns / a.group);
@@ -273,10 +277,10 @@ bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given,
   const std::unique_ptr<int32_t[]> sums(new int32_t[steps * a.m * lanes]);
   const std::unique_ptr<float[]> scale(new float[a.m * slices]);
   const DigitsOfX of_x = {count, given, steps, groups.get(), uniform ? nullptr : groups.get() + steps, digits.get(), sums.get(), scale.get()};
-  if (!kernels->take(a, how, x, of_x)) return false;
+  if (!kernels->take_digits(a, how, x, of_x)) return false;
   std::atomic<bool> good{true};
   in_tasks(a, [&](int64_t begin, int64_t end) {
-    if (!kernels->linear(a, how, of_x, begin, end)) good = false;
+    if (!kernels->digits(a, how, of_x, begin, end)) good = false;
     finish(begin, end);
   });
   return good;
@@ -285,9 +289,9 @@ bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given,
 // The product in floats, a step at a time; false where it cannot be had.
 template <typename Finish>
 bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
-#if defined(__x86_64__)
-  if (!has_integer_dot_products() || !takes_floats(a)) return false;
-  const int64_t columns = columns_of(a.bits, wide_lanes), steps = (a.k + columns - 1) / columns;
+  const StepKernels* const kernels = step_kernels();
+  if (!kernels || !kernels->floats || !takes_floats(a)) return false;
+  const int64_t columns = columns_of(a.bits, kernels->lanes), steps = (a.k + columns - 1) / columns;
   const std::unique_ptr<int32_t[]> groups(new int32_t[steps * 4]);
   for (int64_t i = 0; i < steps * 4; i++) {
     const int64_t column = i * (columns / 4);
@@ -295,15 +299,12 @@ bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
   }
   const std::unique_ptr<float[]> numbers(new float[steps * a.m * columns]);
   const FloatsOfX of_x = {steps, groups.get(), numbers.get()};
-  avx512vnni::take_floats(a, x, of_x);
+  kernels->take_floats(a, x, of_x);
   in_tasks(a, [&](int64_t begin, int64_t end) {
-    avx512vnni::floats_linear(a, of_x, begin, end);
+    kernels->floats(a, of_x, begin, end);
     finish(begin, end);
   });
   return true;
-#else
-  return false;
-#endif
 }
 
 // The product in floats.
@@ -445,7 +446,7 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
     Numbers some = x_numbers;
     some.data = static_cast<const char*>(x_numbers.data) + m * row * bytes;
     const InstructionSet& set = instruction_set(instructions);
-    if (set.name != instruction_sets().front().name || !multiply_steps(a, some, finish))
+    if (set.name != instruction_set("").name || !multiply_steps(a, some, finish))
       multiply_floats(a, some, weight.groups, set, finish);
   }
   return y;

@@ -1,7 +1,7 @@
 // Linear for few rows of x on integer dot products. Compiled for AVX-512 with VBMI and VNNI.
 //
 // Codes come out of their planes in the order in which that is cheapest, one AND and one shift for 64 of them, and the digits
-// lie in the same order (digits_of_x.cpp). A dot product of four bytes adds each digit's products to sixteen integers, which are
+// lie in the same order (order_of_x.cpp). A dot product of four bytes adds each digit's products to sixteen integers, which are
 // moved up by eight bits from digit to digit. These sums, less the zero point's share, are exact: no lane has more than 512 times
 // the 22 bits of x.
 // What follows is fp32: the scales of the groups, those of the slices, the sum of the lanes. No sum depends on the threads.

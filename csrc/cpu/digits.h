@@ -1,5 +1,5 @@
 // y = x W^T with x in digits and weights that are integers, on integer products of a processor (AVX-512 with VBMI and VNNI, or
-// AVX2): what the binding hands to the kernels. See digits_of_x.cpp for the digits, and digits.cpp and digits_avx2.cpp.
+// AVX2): what the binding hands to the kernels. See order_of_x.cpp for the digits, and digits.cpp and digits_avx2.cpp.
 #pragma once
 
 #include "linear.h"
@@ -34,7 +34,8 @@ struct DigitsOfX {
   const float* given;           // with one digit: the scale of all rows of x; none: of each row its own
   int64_t steps;
   const int32_t* first_group;   // [steps]
-  const int32_t* group_of_lane; // [steps, lanes] counted from the step's first; none where each step is of one group
+  const int32_t* group_of_lane; // [steps, lanes] counted from the step's first; none where each step is of one group,
+                                // with AVX2 each two steps
   int8_t* digits;               // [steps, m, count, fields, 4 lanes], the highest digit first; words: [steps, m, words, 2, 2 lanes]
   int32_t* sums;                // [steps, m, lanes]: of each lane's numbers; times -offset where there are no zero points, as
                                 // floats where there are and two digits

@@ -48,11 +48,12 @@ inline __m256i lanes_of(const __m256i* bytes, const int8_t* digits, int64_t stri
 }
 
 // R rows of the weight times M rows of x from m0 on, in D digits. Rows beyond `end` stand for the last one before it.
-template <int bits, bool has_table, int largest, int D, int M, int R, bool in_pairs>
+template <int bits, bool has_table, int largest, int D, int M, int R, bool in_groups>
 bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponents, int64_t m0, int64_t begin,
           int64_t end) {
   using P = Planes<bits>;
-  constexpr int F = P::fields, most_steps = in_pairs ? 2 : 1, G = bits == 8 ? 2 : F;  // G: registers of a step's codes
+  constexpr int F = P::fields, G = bits == 8 ? 2 : F;  // G: registers of a step's codes
+  constexpr bool in_pairs = in_groups && Products<bits, largest>::pairs && !(bits == 8 && D == 3);
   constexpr int64_t columns = 4 * lanes * F, steps_of_slice = slice / columns, steps_of_chunk = chunk / columns;
   constexpr int64_t size = (bits == 8 ? 2 * words_of(D) : D * F) * 32;  // of a step's digits of one row of x
   const Codes<bits, has_table> codes(how);
@@ -63,6 +64,7 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
   int64_t row[R];
   P planes[R];
   LastStep<bits> last[R];
+  int64_t behind = 0;  // steps that come before what `planes` point to
   for (int r = 0; r < R; r++) {
     row[r] = begin + r < end ? begin + r : end - 1;
     planes[r] = P(a.packed + row[r] * a.packed_stride, a.k);
@@ -99,22 +101,17 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
         const int64_t group = x.first_group[s] - first;
         const int8_t* digits = x.digits + (s * a.m + m0) * size;
         const int32_t* sums = x.sums + (s * a.m + m0) * lanes;
-        __m256i of_lane = _mm256_setzero_si256();
-        if (x.group_of_lane) of_lane = bytes32(x.group_of_lane + s * lanes);
+        const __m256i of_lane = in_groups ? _mm256_setzero_si256() : bytes32(x.group_of_lane + s * lanes);
         const auto of_group = [&](const float* all) {
-          return x.group_of_lane ? _mm256_permutevar8x32_ps(_mm256_loadu_ps(all + group), of_lane) : _mm256_broadcast_ss(all + group);
+          return in_groups ? _mm256_broadcast_ss(all + group) : _mm256_permutevar8x32_ps(_mm256_loadu_ps(all + group), of_lane);
         };
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           __m256i bytes[steps * G];
           for (int i = 0; i < steps; i++) {
-            if (s + i < whole) {
-              for (int p = 0; p < P::count; p++)
-                _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(planes[r].at[p] + (s + i) * P::bytes(p)) + ahead), _MM_HINT_T1);
-              codes.take(planes[r], s + i, bytes + i * G);
-            } else {
-              codes.take(last[r].planes, 0, bytes + i * G);
-            }
+            for (int p = 0; p < P::count; p++)
+              _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(planes[r].at[p] + (s + i - behind) * P::bytes(p)) + ahead), _MM_HINT_T1);
+            codes.take(planes[r], s + i - behind, bytes + i * G);
           }
           const __m256 scales = of_group(scale[r]);
 #pragma GCC unroll 4
@@ -137,8 +134,14 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
       };
       int64_t s = s0;
       if constexpr (in_pairs)
-        for (; s + most_steps <= s1; s += most_steps) take_steps(s, std::integral_constant<int, 2>());
-      for (; s < s1; s++) take_steps(s, std::integral_constant<int, 1>());
+        for (; s + 2 <= s1 && s + 2 <= whole; s += 2) take_steps(s, std::integral_constant<int, 2>());
+      for (; s < s1; s++) {
+        if (s == whole) {
+          behind = whole;
+          for (int r = 0; r < R; r++) planes[r] = last[r].planes;
+        }
+        take_steps(s, std::integral_constant<int, 1>());
+      }
 
       for (int m = 0; m < M; m++) {
         const __m256 of_slice = _mm256_set1_ps(x.scale[(m0 + m) * slices + s0 * columns / slice]);
@@ -151,7 +154,7 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
   return largest_zero < 1 << bits;
 }
 
-template <int bits, bool has_table, int largest, int D, bool in_pairs>
+template <int bits, bool has_table, int largest, int D, bool in_groups>
 bool rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
   const bool exponents = a.scale.table && are_exponents(a.scale.table);
   bool good = true;
@@ -161,7 +164,7 @@ bool rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begi
     const auto of = [&](auto rows_of_x, auto rows_at_a_time) {
       constexpr int M = decltype(rows_of_x)::value, R = decltype(rows_at_a_time)::value;
       for (int64_t r = row; r < row + 4 && r < end; r += R)
-        good = tile<bits, has_table, largest, D, M, R, in_pairs>(a, how, x, exponents, m, r, end) && good;
+        good = tile<bits, has_table, largest, D, M, R, in_groups>(a, how, x, exponents, m, r, end) && good;
       m += M;
     };
     while (m + 4 <= a.m) of(std::integral_constant<int, 4>(), std::integral_constant<int, 1>());
@@ -175,9 +178,8 @@ template <int bits, bool has_table, int largest>
 bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
   const auto with = [&](auto digits) {
     constexpr int D = decltype(digits)::value;
-    if constexpr (Products<bits, largest>::pairs && !has_table && !(bits == 8 && D == 3))
-      if (a.group >= a.k || a.group % (2 * columns_of(bits, lanes)) == 0) return rows<bits, has_table, largest, D, true>(a, how, x, begin, end);
-    return rows<bits, has_table, largest, D, false>(a, how, x, begin, end);
+    return x.group_of_lane ? rows<bits, has_table, largest, D, false>(a, how, x, begin, end)
+                           : rows<bits, has_table, largest, D, true>(a, how, x, begin, end);
   };
   if (x.count == 1) return with(std::integral_constant<int, 1>());
   if (x.count == 3) return with(std::integral_constant<int, 3>());
@@ -191,9 +193,11 @@ bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, int
     constexpr int b = decltype(bits)::value;
     if constexpr (b <= 6)
       if (how.table) {
-        for (int code = 0; code < 64; code++)
-          if (how.table[code] > few) return with_digits<b, true, 127>(a, how, x, begin, end);
-        return with_digits<b, true, few>(a, how, x, begin, end);
+        bool small = b == 4;  // of fp4
+        for (int code = 0; code < 16; code++) small = small && how.table[code] <= few;
+        if constexpr (b == 4)
+          if (small) return with_digits<b, true, few>(a, how, x, begin, end);
+        return with_digits<b, true, 127>(a, how, x, begin, end);
       }
     return with_digits<b, false, (1 << b) - 1>(a, how, x, begin, end);
   };

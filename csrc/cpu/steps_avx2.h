@@ -57,14 +57,33 @@ struct Codes {
       }
   }
 
-  // The number of each code, of `count` tables from `first` on. A shuffle looks at four bits and at the top one, which is 0.
-  template <int first, int count>
-  __m256i found(__m256i codes) const {
+  // The number of each code of one field, of `count` tables from `first` on: four bits look up, those of the narrower plane choose,
+  // moved to the top of their byte.
+  template <int field, int first, int count>
+  __m256i found(__m256i nibbles, __m256i narrower) const {
     if constexpr (count == 1) {
-      return _mm256_shuffle_epi8(table[first], codes);
-    } else {  // the bit that chooses a half, moved to the top of its byte
-      return _mm256_blendv_epi8(found<first, count / 2>(codes), found<first + count / 2, count / 2>(codes),
-                                _mm256_slli_epi16(codes, count == 2 ? 3 : 2));
+      return _mm256_shuffle_epi8(table[first], nibbles);
+    } else {
+      constexpr int bit = field * P::width(1) + (count == 2 ? 0 : 1);
+      return _mm256_blendv_epi8(found<field, first, count / 2>(nibbles, narrower),
+                                found<field, first + count / 2, count / 2>(nibbles, narrower), _mm256_slli_epi16(narrower, 7 - bit));
+    }
+  }
+
+  template <int field>
+  void take_field(__m256i widest, const __m256i* narrower, __m256i* bytes) const {
+    if constexpr (field < F) {
+      constexpr int width = P::width(0);
+      __m256i code = _mm256_and_si256(field ? _mm256_srli_epi16(widest, field * width) : widest, every((1 << width) - 1));
+      if constexpr (has_table && bits >= 4) {
+        code = found<field, 0, tables>(code, narrower[0]);
+      } else {
+        if constexpr (P::count > 1) code = _mm256_or_si256(code, _mm256_shuffle_epi8(above[field][0], narrower[0]));
+        if constexpr (P::count > 2) code = _mm256_or_si256(code, _mm256_shuffle_epi8(above[field][1], narrower[1]));
+        if constexpr (has_table) code = _mm256_shuffle_epi8(table[0], code);
+      }
+      bytes[field] = code;
+      take_field<field + 1>(widest, narrower, bytes);
     }
   }
 
@@ -80,14 +99,7 @@ struct Codes {
     __m256i narrower[2];
     if constexpr (P::count > 1) narrower[0] = spread<P::bytes(1)>(planes.at[1] + step * P::bytes(1));
     if constexpr (P::count > 2) narrower[1] = spread<P::bytes(2)>(planes.at[2] + step * P::bytes(2));
-#pragma GCC unroll 4
-    for (int f = 0; f < F; f++) {
-      __m256i code = _mm256_and_si256(f ? _mm256_srli_epi16(widest, f * P::width(0)) : widest, every((1 << P::width(0)) - 1));
-#pragma GCC unroll 2
-      for (int p = 0; p < P::count - 1; p++) code = _mm256_or_si256(code, _mm256_shuffle_epi8(above[f][p], narrower[p]));
-      if constexpr (has_table) code = found<0, tables>(code);
-      bytes[f] = code;
-    }
+    take_field<0>(widest, narrower, bytes);
   }
 };
 

@@ -1,9 +1,9 @@
-// Digits of x in the order in which a kernel's codes come out of their planes, compiled once for each instruction set that has
+// x in the order in which a kernel's codes come out of their planes, as digits or as floats, compiled once for each instruction set that has
 // such kernels (LOWBIT_SET is its namespace), whose registers they fill. The loops are plain: a compiler turns each into vectors.
 //
 // In a slice of 512 columns, x = scale * (65536 d0 + 256 d1 + d2) with digits of -128 to 127, to 2^-22 of the largest; or
 // scale * (256 d0 + d1), to 1/65278 of the largest; or one digit, a row's numbers rounded to eight bits. Words hold two digits.
-#include "digits.h"
+#include "floats.h"
 
 #include <cmath>
 
@@ -172,6 +172,25 @@ bool take_digits(const Linear& a, const Bytewise& how, const Numbers& x, const D
     case 2: return take_any<2, 8, int8_t>(a, how, x, to);
     default: return take_any<4, 16, int8_t>(a, how, x, to);
   }
+}
+
+void take_floats(const Linear& a, const Numbers& x, const FloatsOfX& to) {
+  const int64_t fields = fields_of(a.bits), columns = columns_of(a.bits, lanes), in_field = 4 * lanes;
+  // AVX2 puts together the four bytes of a number of four bits in either half of a register.
+  const bool in_fours = a.bits == 4 && lanes == narrow_lanes;
+  float some[8 * wide_lanes];
+  for (int64_t s = 0; s < to.steps; s++)
+    for (int64_t m = 0; m < a.m; m++) {
+      float* numbers = to.numbers + (s * a.m + m) * columns;
+      const int64_t left = a.k - s * columns, count = left < columns ? left : columns;
+      take_numbers(x, m * x.stride + s * columns, count, some);
+      for (int64_t i = count; i < columns; i++) some[i] = 0;
+      for (int64_t f = 0; f < fields; f++)
+        for (int64_t i = 0; i < in_field; i++) {
+          const int64_t at = in_fours ? i % 16 / 4 * 8 + i / 16 * 4 + i % 4 : i;
+          numbers[f * in_field + at] = some[i * fields + f];
+        }
+    }
 }
 
 }  // namespace lowbit::cpu::LOWBIT_SET
