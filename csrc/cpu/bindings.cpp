@@ -218,24 +218,16 @@ struct StepKernels {
   void (*floats)(const Linear&, const FloatsOfX&, int64_t, int64_t);
 };
 
-bool has_integer_dot_products() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
-         std::string(instruction_set("").name) == "avx512";
-#else
-  return false;
-#endif
-}
-
 // Those of this processor, or none. One with AVX-512 and no integer dot products takes AVX2's digits.
 const StepKernels* step_kernels() {
 #if defined(__x86_64__)
   static const StepKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear, avx512::take_floats, avx512vnni::floats_linear};
   static const StepKernels narrow = {narrow_lanes, avx2::take_digits, avx2::digits_linear, avx2::take_floats, avx2::floats_linear};
   static const StepKernels narrow_digits = {narrow_lanes, avx2::take_digits, avx2::digits_linear, nullptr, nullptr};
-  if (has_integer_dot_products()) return &wide;
   const std::string name = instruction_set("").name;
-  return name == "avx2" ? &narrow : name == "avx512" ? &narrow_digits : nullptr;
+  if (name == "avx2") return &narrow;
+  if (name != "avx512") return nullptr;
+  return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") ? &wide : &narrow_digits;
 #else
   return nullptr;
 #endif

@@ -48,7 +48,7 @@ inline __m256i lanes_of(const __m256i* bytes, const int8_t* digits, int64_t stri
 }
 
 // R rows of the weight times M rows of x from m0 on, in D digits. Rows beyond `end` stand for the last one before it.
-template <int bits, bool has_table, int largest, int D, int M, int R, bool in_groups>
+template <int bits, int tables, int largest, int D, int M, int R, bool in_groups>
 bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponents, int64_t m0, int64_t begin,
           int64_t end) {
   using P = Planes<bits>;
@@ -56,7 +56,7 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
   constexpr bool in_pairs = in_groups && Products<bits, largest>::pairs && !(bits == 8 && D == 3);
   constexpr int64_t columns = 4 * lanes * F, steps_of_slice = slice / columns, steps_of_chunk = chunk / columns;
   constexpr int64_t size = (bits == 8 ? 2 * words_of(D) : D * F) * 32;  // of a step's digits of one row of x
-  const Codes<bits, has_table> codes(how);
+  const Codes<bits, tables> codes(how);
   const float unit = a.has_outer ? how.unit * a.outer : how.unit;
   const int64_t slices = (a.k + slice - 1) / slice, whole = a.k / columns, groups = (a.k + a.group - 1) / a.group;
   const int64_t stride = a.m * size;
@@ -154,7 +154,7 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
   return largest_zero < 1 << bits;
 }
 
-template <int bits, bool has_table, int largest, int D, bool in_groups>
+template <int bits, int tables, int largest, int D, bool in_groups>
 bool rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
   const bool exponents = a.scale.table && are_exponents(a.scale.table);
   bool good = true;
@@ -164,7 +164,7 @@ bool rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begi
     const auto of = [&](auto rows_of_x, auto rows_at_a_time) {
       constexpr int M = decltype(rows_of_x)::value, R = decltype(rows_at_a_time)::value;
       for (int64_t r = row; r < row + 4 && r < end; r += R)
-        good = tile<bits, has_table, largest, D, M, R, in_groups>(a, how, x, exponents, m, r, end) && good;
+        good = tile<bits, tables, largest, D, M, R, in_groups>(a, how, x, exponents, m, r, end) && good;
       m += M;
     };
     while (m + 4 <= a.m) of(std::integral_constant<int, 4>(), std::integral_constant<int, 1>());
@@ -174,12 +174,12 @@ bool rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begi
   return good;
 }
 
-template <int bits, bool has_table, int largest>
+template <int bits, int tables, int largest>
 bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
   const auto with = [&](auto digits) {
     constexpr int D = decltype(digits)::value;
-    return x.group_of_lane ? rows<bits, has_table, largest, D, false>(a, how, x, begin, end)
-                           : rows<bits, has_table, largest, D, true>(a, how, x, begin, end);
+    return x.group_of_lane ? rows<bits, tables, largest, D, false>(a, how, x, begin, end)
+                           : rows<bits, tables, largest, D, true>(a, how, x, begin, end);
   };
   if (x.count == 1) return with(std::integral_constant<int, 1>());
   if (x.count == 3) return with(std::integral_constant<int, 3>());
@@ -196,10 +196,14 @@ bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, int
         bool small = b == 4;  // of fp4
         for (int code = 0; code < 16; code++) small = small && how.table[code] <= few;
         if constexpr (b == 4)
-          if (small) return with_digits<b, true, few>(a, how, x, begin, end);
-        return with_digits<b, true, 127>(a, how, x, begin, end);
+          if (small) return with_digits<b, 1, few>(a, how, x, begin, end);
+        bool mirrored = b == 6;  // of fp6
+        for (int code = 0; code < 32; code++) mirrored = mirrored && how.table[code] + how.table[code + 32] == 2 * how.offset;
+        if constexpr (b == 6)
+          if (mirrored) return with_digits<b, 2, 127>(a, how, x, begin, end);
+        return with_digits<b, b <= 4 ? 1 : 1 << (b - 4), 127>(a, how, x, begin, end);
       }
-    return with_digits<b, false, (1 << b) - 1>(a, how, x, begin, end);
+    return with_digits<b, 0, (1 << b) - 1>(a, how, x, begin, end);
   };
   switch (a.bits) {
     case 2: return with(std::integral_constant<int, 2>());

@@ -14,10 +14,10 @@ namespace lowbit::cpu::avx2 {
 namespace {
 
 template <int bits>
-struct Fields : Codes<bits, false> {
+struct Fields : Codes<bits, 0> {
   __m256i table[4], mask;
   bool is_e4m3;
-  explicit Fields(const Linear& a) : Codes<bits, false>(Bytewise{0, 0, nullptr, 1}), is_e4m3(bits == 8 && a.shifted.has_nan) {
+  explicit Fields(const Linear& a) : Codes<bits, 0>(Bytewise{0, 0, nullptr, 1}), is_e4m3(bits == 8 && a.shifted.has_nan) {
     mask = _mm256_set1_epi16(static_cast<int16_t>(a.shifted.mask));
     alignas(16) uint8_t some[16];
     const auto everywhere = [&] { return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(some))); };

@@ -37,16 +37,21 @@ inline __m256i spread(const uint8_t* p) {
   }
 }
 
-template <int bits, bool has_table>
+// Codes of `bits` bits as they are, or through so many tables of sixteen: those of all codes, or of half of them where the other
+// half has the same numbers with a minus.
+template <int bits, int tables>
 struct Codes {
   using P = Planes<bits>;
-  static constexpr int F = P::fields, tables = bits <= 4 ? 1 : 1 << (bits - 4);
+  static constexpr int F = P::fields;
+  static constexpr bool mirrored = tables && bits > 4 && tables < 1 << (bits - 4);
   __m256i flipped;
-  __m256i table[has_table ? tables : 1];
+  __m256i table[tables ? tables : 1];
+  __m256i twice;                // twice the offset: a byte and its mirror image
   __m256i above[F][2];  // what the bits of the narrower planes add to a code
   explicit Codes(const Bytewise& how) {
     flipped = every(how.flipped * (255 / ((1 << P::width(0)) - 1)));
-    for (int i = 0; i < tables && has_table; i++)
+    twice = every(2 * how.offset);
+    for (int i = 0; i < tables; i++)
       table[i] = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(how.table + 16 * i)));
     for (int p = 1, low = P::width(0); p < P::count; low += P::width(p), p++)
       for (int f = 0; f < F; f++) {
@@ -58,16 +63,19 @@ struct Codes {
   }
 
   // The number of each code of one field, of `count` tables from `first` on: four bits look up, those of the narrower plane choose,
-  // moved to the top of their byte.
+  // moved to the top of their byte (`at_top`).
   template <int field, int first, int count>
   __m256i found(__m256i nibbles, __m256i narrower) const {
     if constexpr (count == 1) {
       return _mm256_shuffle_epi8(table[first], nibbles);
     } else {
-      constexpr int bit = field * P::width(1) + (count == 2 ? 0 : 1);
       return _mm256_blendv_epi8(found<field, first, count / 2>(nibbles, narrower),
-                                found<field, first + count / 2, count / 2>(nibbles, narrower), _mm256_slli_epi16(narrower, 7 - bit));
+                                found<field, first + count / 2, count / 2>(nibbles, narrower), at_top<field, count == 2 ? 0 : 1>(narrower));
     }
+  }
+  template <int field, int bit>
+  static __m256i at_top(__m256i narrower) {
+    return _mm256_slli_epi16(narrower, 7 - field * P::width(1) - bit);
   }
 
   template <int field>
@@ -75,12 +83,13 @@ struct Codes {
     if constexpr (field < F) {
       constexpr int width = P::width(0);
       __m256i code = _mm256_and_si256(field ? _mm256_srli_epi16(widest, field * width) : widest, every((1 << width) - 1));
-      if constexpr (has_table && bits >= 4) {
+      if constexpr (tables && bits >= 4) {
         code = found<field, 0, tables>(code, narrower[0]);
+        if constexpr (mirrored) code = _mm256_blendv_epi8(code, _mm256_sub_epi8(twice, code), at_top<field, bits - 5>(narrower[0]));
       } else {
         if constexpr (P::count > 1) code = _mm256_or_si256(code, _mm256_shuffle_epi8(above[field][0], narrower[0]));
         if constexpr (P::count > 2) code = _mm256_or_si256(code, _mm256_shuffle_epi8(above[field][1], narrower[1]));
-        if constexpr (has_table) code = _mm256_shuffle_epi8(table[0], code);
+        if constexpr (tables > 0) code = _mm256_shuffle_epi8(table[0], code);
       }
       bytes[field] = code;
       take_field<field + 1>(widest, narrower, bytes);
@@ -90,7 +99,7 @@ struct Codes {
   // The bytes of a step, field by field; of eight bits the even ones and the odd ones as words.
   void take(const P& planes, int64_t step, __m256i* bytes) const {
     __m256i widest = bytes32(planes.at[0] + step * P::bytes(0));
-    if constexpr (P::count == 1 && !has_table) widest = _mm256_xor_si256(widest, flipped);
+    if constexpr (P::count == 1 && !tables) widest = _mm256_xor_si256(widest, flipped);
     if constexpr (bits == 8) {
       bytes[0] = _mm256_and_si256(widest, _mm256_set1_epi16(255));
       bytes[1] = _mm256_srli_epi16(widest, 8);
