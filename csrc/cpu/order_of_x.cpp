@@ -1,5 +1,6 @@
-// x in the order in which a kernel's codes come out of their planes, as digits or as floats, compiled once for each instruction set that has
-// such kernels (LOWBIT_SET is its namespace), whose registers they fill. The loops are plain: a compiler turns each into vectors.
+// x in the order in which a kernel's codes come out of their planes, as digits or as floats, compiled once for each instruction
+// set that has such kernels (LOWBIT_SET is its namespace), whose registers they fill. The loops are plain: a compiler turns each
+// into vectors.
 //
 // In a slice of 512 columns, x = scale * (65536 d0 + 256 d1 + d2) with digits of -128 to 127, to 2^-22 of the largest; or
 // scale * (256 d0 + d1), to 1/65278 of the largest; or one digit, a row's numbers rounded to eight bits. Words hold two digits.
@@ -42,9 +43,11 @@ void take_numbers(const Numbers& x, int64_t at, int64_t count, float* to) {
     return;
   }
 #if defined(__F16C__)
-  if (x.stored == Stored::float16)
+  if (x.stored == Stored::float16) {
+    const uint16_t* from = static_cast<const uint16_t*>(x.data) + at;
     for (; i + 8 <= count; i += 8)
-      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(x.data) + at + i))));
+      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  }
 #endif
   for (; i < count; i++) to[i] = number_at(x, at + i);
 }
