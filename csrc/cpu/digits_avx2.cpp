@@ -109,7 +109,7 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
         for (int r = 0; r < R; r++) {
           __m256i bytes[steps * G];
           for (int i = 0; i < steps; i++) {
-            for (int p = 0; p < P::count; p++)
+            for (int p = 0; p < P::count && (s + i) % 2 == 0; p++)  // a line is of two steps
               _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(planes[r].at[p] + (s + i - behind) * P::bytes(p)) + ahead), _MM_HINT_T1);
             codes.take(planes[r], s + i - behind, bytes + i * G);
           }

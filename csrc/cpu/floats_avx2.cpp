@@ -95,7 +95,7 @@ void tile(const Linear& a, const FloatsOfX& x, bool exponents, int64_t m0, int64
       const int64_t lower = x.group_of_quarter[s * 4] - first, upper = x.group_of_quarter[s * 4 + 2] - first;
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        for (int p = 0; p < P::count; p++)
+        for (int p = 0; p < P::count && s % 2 == 0; p++)  // a line is of two steps
           _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(planes[r].at[p] + (s - behind) * P::bytes(p)) + ahead), _MM_HINT_T1);
         __m256i bytes[F];
         if constexpr (bits == 8) bytes[0] = bytes32(planes[r].at[0] + (s - behind) * P::bytes(0));
