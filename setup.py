@@ -138,6 +138,14 @@ def cpu_commands(out: Path, temp: Path) -> list[tuple[Path, list[str]]]:
         for source in ("linear", "panels", "quantize"):
             objects[temp / f"{source}_{name}.o"] = [*flags, f"-DLOWBIT_SET={name}", str(folder / f"{source}.cpp")]
     if "avx512" in INSTRUCTION_SETS:
+        for name in ("avx2", "avx512"):
+            objects[temp / f"order_of_x_{name}.o"] = [
+                *INSTRUCTION_SETS[name],
+                f"-DLOWBIT_SET={name}",
+                str(folder / "order_of_x.cpp"),
+            ]
+        for source in ("digits_avx2", "floats_avx2"):
+            objects[temp / f"{source}.o"] = [*INSTRUCTION_SETS["avx2"], str(folder / f"{source}.cpp")]
         flags = [*INSTRUCTION_SETS["avx512"], "-mavx512vbmi", "-mavx512vnni", "-Wno-uninitialized"]  # of GCC's own intrinsics
         for source in ("digits", "floats"):
             objects[temp / f"{source}.o"] = [*flags, str(folder / f"{source}.cpp")]

@@ -1,8 +1,8 @@
 """Rows for what csrc compiles for the CPU: linear for few rows of x, from the canonical packing.
 
 The library is loaded when a call first asks for it. It takes a format and the format of the scales as tables of
-numbers, so it runs every format, those that are added at run time too. Where the processor has integer dot products,
-weights whose numbers are small integers times a power of two are multiplied with digits of x.
+numbers, so it runs every format, those that are added at run time too. Where the processor has AVX2 or AVX-512, weights
+whose numbers are small integers times a power of two are multiplied with digits of x.
 """
 
 from __future__ import annotations
@@ -85,27 +85,30 @@ def _digits_available() -> str | None:
         return missing
     if torch.ops.lowbit_cpu.takes_digits(number_table("int8"), False):
         return None
-    if (forced := os.environ.get("LOWBIT_CPU", "")) not in ("", "avx512"):
-        return f"LOWBIT_CPU={forced} leaves AVX-512 out: cpu_gemv takes every instruction set"
-    return "the processor has no AVX-512 with VBMI and VNNI: cpu_gemv takes every processor"
+    if (forced := os.environ.get("LOWBIT_CPU", "")) not in ("", "avx512", "avx2"):
+        return f"LOWBIT_CPU={forced} leaves AVX2 out: cpu_gemv takes every instruction set"
+    return "the processor has no AVX2: cpu_gemv takes every processor"
 
 
 def _columns_of_a_lane(bits: int) -> int:
-    """Columns whose products one sum of the kernel holds: it takes as many at a time as make the widest plane 64 bytes."""
+    """Columns whose products one sum of the kernel holds: it takes as many at a time as make the widest plane four
+    bytes for each sum."""
     return 4 * (8 >> (bits.bit_length() - 1))
 
 
 def _are_small_integers(fmt: Format) -> bool:
     """Whether numbers are integers of a byte times a power of two, such that the sums of a lane hold in 32 bits: a table only
-    for six bits or fewer, and 512 times the 22 bits of x at most."""
+    for six bits or fewer and of no more than 127, and 512 times the 22 bits of x at most."""
     values = tuple(map(float, fmt.values))
     if fmt.bits < 2 or not all(map(math.isfinite, values)):
         return False
     scaled = next(([v * 2**log for v in values] for log in range(9) if all((v * 2**log).is_integer() for v in values)), None)
-    if scaled is None or max(scaled) - min(scaled) > 255 or max(map(abs, scaled)) * _columns_of_a_lane(fmt.bits) > 512:
+    if scaled is None or max(map(abs, scaled)) * _columns_of_a_lane(fmt.bits) > 512:
         return False
+    if fmt.bits <= 6 and max(scaled) - min(scaled) <= 127:
+        return True
     half = 1 << (fmt.bits - 1)
-    return fmt.bits <= 6 or scaled in ([(c ^ half) - half for c in range(2 * half)], list(range(2 * half)))
+    return scaled in ([(c ^ half) - half for c in range(2 * half)], list(range(2 * half)))
 
 
 _OF_DIGITS = Kernel(

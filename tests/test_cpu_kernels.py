@@ -173,7 +173,7 @@ print(torch.ops.lowbit_cpu.instructions(), *trace.kernels(), *y.flatten().tolist
     assert done.returncode == 0, done.stderr
     instructions, kernel, *numbers = done.stdout.split()
     assert instructions == forced
-    assert kernel == "cpu_gemv" or forced == "avx512"
+    assert kernel == "cpu_gemv" or forced != "portable"
     x = torch.linspace(-3, 5, 200).reshape(1, 200).bfloat16()
     q = QTensor.quantize(torch.sin(torch.arange(7 * 200.0)).reshape(7, 200), Scheme("uint4", 32, "int"))
     w = q.dequantize(torch.float64)
@@ -182,11 +182,85 @@ print(torch.ops.lowbit_cpu.instructions(), *trace.kernels(), *y.flatten().tolist
     assert ((torch.tensor([[float(n) for n in numbers]], dtype=torch.float64) - exact).abs() <= bound).all()
 
 
+OF_STEPS = (
+    *(Scheme(f"int{bits}", group) for bits in range(2, 8) for group in (16, 48, 128, 256, -1)),
+    *(Scheme(f"uint{bits}", group, "int", "fp16") for bits in range(2, 7) for group in (16, 64, 256, -1)),
+    *(Scheme("int8", group, scale="fp32") for group in (16, 64, -1)),
+    *(Scheme(name, 32, scale="e8m0") for name in ("mxint8", "fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2")),
+    *(Scheme(name, group) for name in ("ternary", "fp4_e2m1", "fp5_e2m2", "fp6_e2m3") for group in (16, 128)),
+    *(Scheme(name, group) for name in ("nf4", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2") for group in (32, 48, -1)),
+    Scheme("fp4_e2m1", 16, scale="fp8_e4m3fn", outer=True),
+)
+
+
+def hard_rows(m: int, k: int, dtype: torch.dtype, least: float) -> Tensor:
+    """Rows with outliers, of zeros, of numbers that cancel, and near either end of the numbers of a float."""
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m + k))
+    x[0, k // 3] = 1000
+    for row, change in enumerate((lambda r: r * 0, lambda r: r[:1] * (-1) ** torch.arange(k), lambda r: r * least)):
+        if row + 1 < m:
+            x[row + 1] = change(x[row + 1])
+    x[-1] *= 1 if m < 6 else 2.0**13 if dtype == torch.float16 else 2.0**90
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("scheme", OF_STEPS, ids=str)
+def test_steps_of_every_instruction_set(scheme: Scheme, instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ["portable", "avx2", "avx512"]
+    if ranks.index(instructions) > ranks.index(torch.ops.lowbit_cpu.instructions()):
+        pytest.skip(f"this processor has no {instructions}")
+    monkeypatch.setenv("LOWBIT_CPU", instructions)
+    values, scales = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.byte_table(scheme.scale)
+    digits = torch.ops.lowbit_cpu.takes_digits(values, scheme.zero_point == "int")
+    assert digits == (instructions != "portable" and cpu._are_small_integers(FORMATS[scheme.format]))
+    for k in (1, 31, 127, 512, 700, 2100):
+        w = torch.randn(9, k, generator=torch.Generator().manual_seed(k))
+        w[:, ::31] *= 20
+        w[1], w[2], w[3] = 0, w[2].abs(), w[3, :1]
+        parts = reference.quantize(w, scheme, "range")
+        w = reference.dequantize(*parts, scheme, k, torch.float64)
+        for m, dtype in ((1, torch.bfloat16), (3, torch.float16), (7, torch.float32), (16, torch.bfloat16)):
+            # Floats count in units of their own, so that what is lost below 2**-126 is more than the bound allows.
+            x = hard_rows(m, k, dtype, 2.0**-140 if digits else 2.0**-90)
+            exact = x.double() @ w.mT
+            contracts = {"two digits": 2, "exact digits": 3} if digits else {"exact": 0} if m <= 8 else {}
+            for contract, count in contracts.items():
+                arguments = (x, *parts, None, values, scales, scheme.group_size)
+                name = "digits_linear" if count else "linear"
+                y = getattr(torch.ops.lowbit_cpu, name)(*arguments, *([count] if count else []))
+                error, bound = (y.double() - exact).abs(), linear_bound(contract, x.double(), w, None, exact, dtype)
+                assert ((error <= bound) | (exact.abs() + bound > torch.finfo(dtype).max)).all(), (contract, m, k, dtype)
+            if digits:  # x rounded to eight bits
+                largest = x.float().abs().amax(-1, keepdim=True) / 127
+                rounded = (x.float() / largest).nan_to_num().round().clamp(-128, 127).double() * largest.double()
+                y = torch.ops.lowbit_cpu.digits_linear(x, *parts, None, values, scales, scheme.group_size, 1)
+                exact = rounded @ w.mT
+                error, bound = (y.double() - exact).abs(), linear_bound("exact", rounded, w, None, exact, dtype)
+                assert ((error <= bound) | (exact.abs() + bound > torch.finfo(dtype).max)).all(), ("one digit", m, k, dtype)
+
+
+@pytest.mark.parametrize("instructions", ["avx2", "avx512"])
+def test_nan_in_a_weight(instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if instructions == "avx512" and torch.ops.lowbit_cpu.instructions() != "avx512":
+        pytest.skip("this processor has no avx512")
+    monkeypatch.setenv("LOWBIT_CPU", instructions)
+    for k in (64, 90):
+        parts, _ = weight(scheme := Scheme("fp8_e4m3fn", 32, scale="e8m0"), 7, k)
+        parts[0][2, 5], parts[0][6, -1] = 0x7F, 0xFF
+        y = linear(torch.zeros(3, k), parts, scheme)
+        assert torch.equal(y.isnan().all(0), torch.tensor([False, False, True, False, False, False, True]))
+        assert torch.equal(y.isnan().any(0), y.isnan().all(0))
+
+
 @pytest.mark.skipif(cpu._digits_available() is not None, reason=cpu._digits_available() or "")
+@pytest.mark.parametrize("instructions", ["avx2", ""])
 @pytest.mark.parametrize(
     "scheme", [Scheme("int8"), Scheme("uint4", 128, "int"), Scheme("fp4_e2m1", 16), Scheme("int3", 32)], ids=str
 )
-def test_infinities_and_nan_have_no_digits(scheme: Scheme) -> None:
+def test_infinities_and_nan_have_no_digits(scheme: Scheme, instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if instructions:
+        monkeypatch.setenv("LOWBIT_CPU", instructions)
     parts, _ = weight(scheme, 9, 256)
     values, scales = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.number_table(scheme.scale)
     for number in (float("inf"), float("-inf"), float("nan")):

@@ -187,7 +187,7 @@ bool are_bytes(const Linear& a, Bytewise& how, uint8_t* table) {
       least = number < least ? number : least, most = number > most ? number : most;
     }
     if (!whole) continue;
-    if (most - least > 255) return false;
+    if (most - least > 127) return false;  // AVX2 adds products in 16 bits
     for (int code = 0; code < 64; code++) table[code] = static_cast<uint8_t>(a.values[code % codes] * up - least);
     how = {0, static_cast<int>(-least), table, 1 / up};
     return true;
@@ -209,18 +209,33 @@ bool fits(const Linear& a, const Bytewise& how, bool has_zeros) {
   return most * 4 * fields_of(a.bits) <= 512;
 }
 
-bool has_integer_dot_products() {
+// Kernels that take a weight a step at a time: digits, and floats where they are better than what the instruction set has.
+struct StepKernels {
+  int lanes;
+  bool (*take_digits)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&);
+  bool (*digits)(const Linear&, const Bytewise&, const DigitsOfX&, int64_t, int64_t);
+  void (*take_floats)(const Linear&, const Numbers&, const FloatsOfX&);
+  void (*floats)(const Linear&, const FloatsOfX&, int64_t, int64_t);
+};
+
+// Those of this processor, or none. One with AVX-512 and no integer dot products takes AVX2's digits.
+const StepKernels* step_kernels() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
-         std::string(instruction_set("").name) == "avx512";
+  static const StepKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear, avx512::take_floats, avx512vnni::floats_linear};
+  static const StepKernels narrow = {narrow_lanes, avx2::take_digits, avx2::digits_linear, avx2::take_floats, avx2::floats_linear};
+  static const StepKernels narrow_digits = {narrow_lanes, avx2::take_digits, avx2::digits_linear, nullptr, nullptr};
+  const std::string name = instruction_set("").name;
+  if (name == "avx2") return &narrow;
+  if (name != "avx512") return nullptr;
+  return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") ? &wide : &narrow_digits;
 #else
-  return false;
+  return nullptr;
 #endif
 }
 
 // Whether `digits_linear` takes a format with these numbers on this processor.
 bool takes_digits(Tensor values, bool zero_points) {
-  if (!has_integer_dot_products()) return false;
+  if (!step_kernels()) return false;
   Linear a = {};
   while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
   a.values = values.const_data_ptr<float>();
@@ -232,45 +247,43 @@ bool takes_digits(Tensor values, bool zero_points) {
 // The product by digits of x; false where it cannot be had.
 template <typename Finish>
 bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given, const Finish& finish) {
-#if defined(__x86_64__)
   Bytewise how;
   uint8_t table[64];
   const int fields = fields_of(a.bits);
-  const int64_t columns = columns_of(a.bits);
-  STD_TORCH_CHECK(has_integer_dot_products(), "this processor has no integer dot products for digits");
+  const StepKernels* const kernels = step_kernels();
+  STD_TORCH_CHECK(kernels, "this processor has no products of integers for digits");
   STD_TORCH_CHECK(a.bits > 1 && are_bytes(a, how, table) && fits(a, how, a.zero_point.data), "digits take weights that are small integers");
   STD_TORCH_CHECK(takes_group(a.bits, a.group, a.k), "digits of ", a.bits, "-bit weights take groups of a multiple of ", 4 * fields,
                   ", got groups of ", a.group);
-  const int64_t steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
-  const bool uniform = a.group >= a.k || a.group % columns == 0;
+  const int lanes = kernels->lanes;
+  const int64_t columns = columns_of(a.bits, lanes), steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
+  const int64_t size = takes_words(a.bits, lanes) ? 2 * words_of(count) : count;  // bytes of a number's digits
+  const bool uniform = a.group >= a.k || a.group % columns_of(a.bits, wide_lanes) == 0;
   const std::unique_ptr<int32_t[]> groups(new int32_t[steps * (uniform ? 1 : 1 + lanes)]);
   for (int64_t s = 0; s < steps; s++) {
     groups[s] = static_cast<int32_t>(s * columns / a.group);
     for (int64_t lane = 0; lane < lanes && !uniform; lane++)
       groups[steps + s * lanes + lane] = static_cast<int32_t>((s * columns + lane * 4 * fields) / a.group) - groups[s];
   }
-  const std::unique_ptr<int8_t[]> digits(new int8_t[steps * a.m * count * columns]);
+  const std::unique_ptr<int8_t[]> digits(new int8_t[steps * a.m * size * columns]);
   const std::unique_ptr<int32_t[]> sums(new int32_t[steps * a.m * lanes]);
   const std::unique_ptr<float[]> scale(new float[a.m * slices]);
   const DigitsOfX of_x = {count, given, steps, groups.get(), uniform ? nullptr : groups.get() + steps, digits.get(), sums.get(), scale.get()};
-  if (!avx512vnni::take_digits(a, how, x, of_x)) return false;
+  if (!kernels->take_digits(a, how, x, of_x)) return false;
   std::atomic<bool> good{true};
   in_tasks(a, [&](int64_t begin, int64_t end) {
-    if (!avx512vnni::digits_linear(a, how, of_x, begin, end)) good = false;
+    if (!kernels->digits(a, how, of_x, begin, end)) good = false;
     finish(begin, end);
   });
   return good;
-#else
-  return false;
-#endif
 }
 
 // The product in floats, a step at a time; false where it cannot be had.
 template <typename Finish>
 bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
-#if defined(__x86_64__)
-  if (!has_integer_dot_products() || !takes_floats(a)) return false;
-  const int64_t columns = columns_of(a.bits), steps = (a.k + columns - 1) / columns;
+  const StepKernels* const kernels = step_kernels();
+  if (!kernels || !kernels->floats || !takes_floats(a)) return false;
+  const int64_t columns = columns_of(a.bits, kernels->lanes), steps = (a.k + columns - 1) / columns;
   const std::unique_ptr<int32_t[]> groups(new int32_t[steps * 4]);
   for (int64_t i = 0; i < steps * 4; i++) {
     const int64_t column = i * (columns / 4);
@@ -278,15 +291,12 @@ bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
   }
   const std::unique_ptr<float[]> numbers(new float[steps * a.m * columns]);
   const FloatsOfX of_x = {steps, groups.get(), numbers.get()};
-  avx512vnni::take_floats(a, x, of_x);
+  kernels->take_floats(a, x, of_x);
   in_tasks(a, [&](int64_t begin, int64_t end) {
-    avx512vnni::floats_linear(a, of_x, begin, end);
+    kernels->floats(a, of_x, begin, end);
     finish(begin, end);
   });
   return true;
-#else
-  return false;
-#endif
 }
 
 // The product in floats.
@@ -428,7 +438,7 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
     Numbers some = x_numbers;
     some.data = static_cast<const char*>(x_numbers.data) + m * row * bytes;
     const InstructionSet& set = instruction_set(instructions);
-    if (set.name != instruction_sets().front().name || !multiply_steps(a, some, finish))
+    if (set.name != instruction_set("").name || !multiply_steps(a, some, finish))
       multiply_floats(a, some, weight.groups, set, finish);
   }
   return y;

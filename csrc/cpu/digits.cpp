@@ -1,14 +1,11 @@
 // Linear for few rows of x on integer dot products. Compiled for AVX-512 with VBMI and VNNI.
 //
-// x is written in digits: in a slice of 512 columns, x = scale * (65536 d0 + 256 d1 + d2) with digits of -128 to 127, to
-// 2^-22 of the largest; or scale * (256 d0 + d1), to 1/65278 of the largest. Codes come out of their planes in the order in which that is cheapest, one AND and one shift for 64 of
-// them, and the digits lie in the same order. A dot product of four bytes adds each digit's products to sixteen integers,
-// which are moved up by eight bits from digit to digit. These sums, less the zero point's share, are exact: no lane
-// has more than 512 times the 22 bits of x.
+// Codes come out of their planes in the order in which that is cheapest, one AND and one shift for 64 of them, and the digits
+// lie in the same order (order_of_x.cpp). A dot product of four bytes adds each digit's products to sixteen integers, which are
+// moved up by eight bits from digit to digit. These sums, less the zero point's share, are exact: no lane has more than 512 times
+// the 22 bits of x.
 // What follows is fp32: the scales of the groups, those of the slices, the sum of the lanes. No sum depends on the threads.
 #include "digits.h"
-
-#include <cmath>
 
 #include "steps.h"
 
@@ -158,132 +155,7 @@ bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64
   return rows<bits, has_table, 2>(a, how, x, begin, end);
 }
 
-// The unit of a slice whose largest number is `most`, as two factors of what it is divided by. Three digits: a power of two, no
-// smaller than a float goes, and integers of no more than 2^22 - 1. Two: most / 32639, the largest that two digits hold.
-struct Unit {
-  float unit, up, further;
-  int most;
-  Unit(float largest, int digits) {
-    if (digits == 2) {
-      unit = largest / 32639, up = unit > 0 ? 1 / unit : 0, further = 1, most = 32639;
-      return;
-    }
-    const int e = largest > 0 ? std::ilogb(largest) : 0, low = e - 21 < -149 ? -149 : e - 21;
-    unit = std::ldexp(1.0f, low), up = std::ldexp(1.0f, -low / 2), further = std::ldexp(1.0f, -low - -low / 2), most = (1 << 22) - 1;
-  }
-  __m512i operator()(__m512 numbers) const {
-    const __m512i limit = _mm512_set1_epi32(most);
-    const __m512i all = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(numbers, _mm512_set1_ps(up)), _mm512_set1_ps(further)));
-    return _mm512_max_epi32(_mm512_min_epi32(all, limit), _mm512_sub_epi32(_mm512_setzero_si512(), limit));
-  }
-};
-
-// A column's byte to the place that its field has: 64 columns, which are the part `part` of a step.
-template <int F>
-inline void spread(__m512i bytes, int part, int8_t* to) {
-  for (int f = 0; f < F; f++) {
-    int8_t* field = to + f * 64 + part * (64 / F);
-    if constexpr (F == 1) _mm512_storeu_si512(field, bytes);
-    if constexpr (F == 2) _mm256_storeu_si256(reinterpret_cast<__m256i*>(field), _mm512_cvtepi16_epi8(_mm512_srli_epi16(bytes, 8 * f)));
-    if constexpr (F == 4) _mm_storeu_si128(reinterpret_cast<__m128i*>(field), _mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 8 * f)));
-  }
-}
-
-// The largest magnitude of a row; infinity or NaN where it holds such.
-inline float largest_of(const Numbers& x, int64_t at, int64_t count) {
-  __m512i largest = _mm512_setzero_si512();  // as integers, of which those of infinity and NaN are the largest
-  for (int64_t i = 0; i < count; i += lanes) {
-    const __mmask16 mask = static_cast<__mmask16>(count - i < lanes ? (1u << (count - i)) - 1 : ~0u);
-    largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(numbers_at(x, at + i, mask))));
-  }
-  const int32_t bits = _mm512_reduce_max_epi32(largest);
-  float most;
-  memcpy(&most, &bits, 4);
-  return most;
-}
-
-template <int F, int D>
-bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to) {
-  constexpr int64_t columns = 64 * F;
-  const int64_t slices = (a.k + slice - 1) / slice;
-  for (int64_t m = 0; m < a.m; m++) {
-    float of_row = 0;  // with one digit
-    if (D == 1) {
-      const float most = largest_of(x, m * x.stride, a.k);
-      of_row = !(most < INFINITY) ? NAN : to.given ? *to.given : most / 127;
-    }
-    for (int64_t n = 0; n < slices; n++) {
-      const int64_t first = n * slice, count = a.k - first < slice ? a.k - first : slice;
-      const int64_t padded = (count + columns - 1) / columns * columns;
-      alignas(64) float numbers[slice];
-      __m512i largest = _mm512_setzero_si512();  // as integers, of which those of infinity and NaN are the largest
-      for (int64_t i = 0; i < padded; i += lanes) {
-        const int64_t left = count - i;
-        const __mmask16 mask = static_cast<__mmask16>(left >= lanes ? ~0u : left > 0 ? (1u << left) - 1 : 0);
-        const __m512 some = mask ? numbers_at(x, m * x.stride + first + i, mask) : _mm512_setzero_ps();
-        _mm512_store_ps(numbers + i, some);
-        largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(some)));
-      }
-      const int32_t bits = _mm512_reduce_max_epi32(largest);
-      if (D > 1 && bits >= 0x7f800000) return false;
-      float most;
-      memcpy(&most, &bits, 4);
-      if (D == 2 && most > 0 && most < 0x1p-100f) return false;  // its unit might be no normal number
-      const Unit unit(D == 1 ? 0 : most, D);
-      to.scale[m * slices + n] = D == 1 ? of_row : unit.unit;
-      const __m512 over = _mm512_set1_ps(of_row == 0 ? INFINITY : of_row);
-      for (int64_t i = 0; i < padded; i += 64) {
-        alignas(64) int8_t digit[D][64];
-        for (int j = 0; j < 64; j += lanes) {
-          // Digits of -128 to 127, the lowest first: what is left is divided by 256 without a rest.
-          __m512i left;
-          if constexpr (D == 1) {
-            const __m512i near = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_div_ps(_mm512_load_ps(numbers + i + j), over), _mm512_set1_ps(127)));
-            left = _mm512_max_epi32(near, _mm512_set1_epi32(-128));
-          } else {
-            left = unit(_mm512_load_ps(numbers + i + j));
-          }
-          for (int d = D - 1; d >= 0; d--) {
-            const __m512i above = _mm512_srai_epi32(_mm512_add_epi32(left, _mm512_set1_epi32(128)), 8);
-            const __m512i own = d ? _mm512_sub_epi32(left, _mm512_slli_epi32(above, 8)) : left;
-            _mm_store_si128(reinterpret_cast<__m128i*>(digit[d] + j), _mm512_cvtepi32_epi8(own));
-            left = above;
-          }
-        }
-        const int64_t step = (first + i) / columns, part = (first + i) % columns / 64;
-        for (int d = 0; d < D; d++)
-          spread<F>(_mm512_load_si512(digit[d]), static_cast<int>(part), to.digits + ((step * a.m + m) * D + d) * columns);
-      }
-    }
-  }
-  for (int64_t i = 0; i < to.steps * a.m; i++) {
-    __m512i sum = _mm512_setzero_si512();
-    for (int d = 0; d < D; d++) {
-      sum = _mm512_slli_epi32(sum, 8);
-      for (int f = 0; f < F; f++) sum = _mm512_dpbusd_epi32(sum, every(1), _mm512_loadu_si512(to.digits + ((i * D + d) * F + f) * 64));
-    }
-    // Without zero points the share is that of the offset, whatever the row.
-    if (!a.zero_point.data) sum = _mm512_mullo_epi32(sum, _mm512_set1_epi32(-how.offset));
-    else if (D < 3) sum = _mm512_castps_si512(_mm512_cvtepi32_ps(sum));
-    _mm512_storeu_si512(to.sums + i * lanes, sum);
-  }
-  return true;
-}
-
 }  // namespace
-
-bool take_digits(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to) {
-  const auto with = [&](auto fields) {
-    constexpr int F = decltype(fields)::value;
-    if (to.count == 1) return take<F, 1>(a, how, x, to);
-    return to.count == 3 ? take<F, 3>(a, how, x, to) : take<F, 2>(a, how, x, to);
-  };
-  switch (fields_of(a.bits)) {
-    case 1: return with(std::integral_constant<int, 1>());
-    case 2: return with(std::integral_constant<int, 2>());
-    default: return with(std::integral_constant<int, 4>());
-  }
-}
 
 bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
   const auto with = [&](auto bits) {

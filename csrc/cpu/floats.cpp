@@ -140,21 +140,6 @@ void rows(const Linear& a, const FloatsOfX& x, int64_t begin, int64_t end) {
 
 }  // namespace
 
-void take_floats(const Linear& a, const Numbers& x, const FloatsOfX& to) {
-  const int64_t fields = fields_of(a.bits), columns = columns_of(a.bits);
-  alignas(64) float some[lanes];
-  for (int64_t s = 0; s < to.steps; s++)
-    for (int64_t m = 0; m < a.m; m++) {
-      float* numbers = to.numbers + (s * a.m + m) * columns;
-      for (int64_t i = 0; i < columns; i += lanes) {
-        const int64_t left = a.k - s * columns - i;
-        const __mmask16 mask = static_cast<__mmask16>(left >= lanes ? ~0u : left > 0 ? (1u << left) - 1 : 0);
-        _mm512_store_ps(some, mask ? numbers_at(x, m * x.stride + s * columns + i, mask) : _mm512_setzero_ps());
-        for (int64_t j = 0; j < lanes; j++) numbers[(i + j) % fields * 64 + (i + j) / fields] = some[j];
-      }
-    }
-}
-
 void floats_linear(const Linear& a, const FloatsOfX& x, int64_t begin, int64_t end) {
   if (a.bits == 4) return rows<4>(a, x, begin, end);
   if (a.bits == 6) return rows<6>(a, x, begin, end);

@@ -4,9 +4,12 @@
 #include <immintrin.h>
 
 #include "digits.h"
+#include "planes.h"
 
 namespace lowbit::cpu::avx512vnni {
 namespace {
+
+constexpr int lanes = wide_lanes;
 
 inline __m128i bytes16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline __m256i bytes32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -87,21 +90,10 @@ inline __m512i take_zeros(const Linear& a, int64_t row, int64_t first, int64_t c
   return most;
 }
 
-// Where the planes of a row begin.
 template <int bits>
-struct Planes {
-  static constexpr int count = bits == 7 ? 3 : (bits & (bits - 1)) ? 2 : 1;
-  static constexpr int width(int plane) {
-    return plane == 0 ? (bits & 8 ? 8 : bits & 4 ? 4 : bits & 2 ? 2 : 1) : plane == 1 && (bits & 6) == 6 ? 2 : 1;
-  }
-  static constexpr int fields = 8 / width(0);
-  static constexpr int64_t bytes(int plane) { return 64 * width(plane) / width(0); }  // of a step
-  const uint8_t* at[count];
-  Planes() = default;
-  Planes(const uint8_t* row, int64_t k) {
-    for (int p = 0; p < count; p++) at[p] = row, row += (k * width(p) + 7) / 8;
-  }
-};
+using Planes = cpu::Planes<bits, 64>;
+template <int bits>
+using LastStep = cpu::LastStep<bits, 64>;
 
 // Bits of a narrower plane for field `field`, from bit `low` of their bytes on: a byte takes the eight bits from any place of
 // its quadword.
@@ -134,24 +126,6 @@ inline void take_codes(__m512i widest, const __m512i* quads, __m512i* codes) {
     take_codes<bits, masked, field + 1>(widest, quads, codes);
   }
 }
-
-// A step that is no whole one, with zeros behind the end of the row.
-template <int bits>
-struct LastStep {
-  uint8_t bytes[Planes<bits>::count][64];
-  Planes<bits> planes;
-  LastStep() = default;
-  void copy(const Planes<bits>& row, int64_t step, int64_t k) {
-    using P = Planes<bits>;
-    for (int p = 0; p < P::count; p++) {
-      memset(bytes[p], 0, 64);
-      memcpy(bytes[p], row.at[p] + step * P::bytes(p), ((k - step * 64 * P::fields) * P::width(p) + 7) / 8);
-      planes.at[p] = bytes[p];
-    }
-  }
-};
-
-constexpr int64_t chunk = 4 * slice;  // columns whose scales are taken at a time
 
 }  // namespace
 }  // namespace lowbit::cpu::avx512vnni
