@@ -134,8 +134,8 @@ def generate(
     with bar() as progress:
         done = iter(range(len(names) + 1))
         measured = measuring.measure(
-            model, names, device, prompt=prompt, context=context, steps=steps, repeats=repeats, compiled=compiled, fused=fused, plain=plain,
-            head=None if head == "recipe" else head, load=lambda source, where: load_model(source, str(where)),
+            model, names, device, prompt=prompt, context=context, steps=steps, repeats=repeats, compiled=compiled, fused=fused,
+            plain=plain, head=None if head == "recipe" else head, load=lambda source, where: load_model(source, str(where)),
             progress=lambda what: progress(what, next(done), len(names) + 1),
             keep=None if out is None else lambda found: write_result(out, found),
         )  # fmt: skip
