@@ -6,6 +6,8 @@
 // byte in sixteens with AVX2.
 #pragma once
 
+#include <type_traits>
+
 #include "../decode.h"
 #include "vectors.h"
 
@@ -119,6 +121,61 @@ inline CodeBytes codes_from(const uint8_t* row, int64_t n, int64_t first) {
     }
   }
 }
+
+#if defined(__AVX512BW__)
+
+// Thirty-two numbers of 16 bits that a compiler works out.
+struct alignas(64) Words {
+  uint16_t of[codes_at_a_time];
+};
+template <class Word>
+constexpr Words words(Word word) {
+  Words all = {};
+  for (int i = 0; i < codes_at_a_time; i++) all.of[i] = static_cast<uint16_t>(word(i));
+  return all;
+}
+inline __m512i load(const Words& all) { return _mm512_load_si512(all.of); }
+
+// The fields of `width` bits from p on as words.
+template <int width>
+inline __m512i word_fields(const uint8_t* p) {
+  if constexpr (width == 8) {
+    return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  } else if constexpr (width == 4) {  // a byte in the lower word of two, and its upper half in the upper one
+    const __m512i bytes = _mm512_cvtepu8_epi32(bytes_of(p));
+    return _mm512_and_si512(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), _mm512_set1_epi16(15));
+  } else if constexpr (width == 2) {
+    static constexpr Words byte = words([](int i) { return 0x8000 | i / 4; }), down = words([](int i) { return i % 4 * 2; });
+    int64_t eight;
+    memcpy(&eight, p, 8);
+    const __m512i four_times = _mm512_shuffle_epi8(_mm512_set1_epi64(eight), load(byte));
+    return _mm512_and_si512(_mm512_srlv_epi16(four_times, load(down)), _mm512_set1_epi16(3));
+  } else {
+    uint32_t four;
+    memcpy(&four, p, 4);
+    return _mm512_maskz_set1_epi16(four, 1);
+  }
+}
+
+// What codes_from gives, as words.
+template <int bits>
+inline __m512i code_words(const uint8_t* row, int64_t n, int64_t first) {
+  __m512i all = _mm512_setzero_si512();
+  const auto add = [&](auto constant) {
+    constexpr int width = decltype(constant)::value, low = bits & ~(2 * width - 1);
+    if constexpr ((bits & width) != 0) {
+      all = _mm512_or_si512(all, _mm512_slli_epi16(word_fields<width>(row + first * width / 8), low));
+      row += (n * width + 7) / 8;
+    }
+  };
+  add(std::integral_constant<int, 8>());
+  add(std::integral_constant<int, 4>());
+  add(std::integral_constant<int, 2>());
+  add(std::integral_constant<int, 1>());
+  return all;
+}
+
+#endif
 
 // A table of 2^bits numbers.
 template <int bits>

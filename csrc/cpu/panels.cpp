@@ -87,6 +87,8 @@ struct InOrder {
   }
   void half(int i, float z, float s) { zero[i] = broadcast(z), scale[i] = broadcast(s); }
   void group(float z, float s) { half(0, z, s), half(1, z, s); }
+  static constexpr bool takes_halves = true;
+  void of_halves(const uint8_t* row, int64_t first, Element<type>* to) const { operator()(row, first, to); }
   void operator()(const uint8_t* row, int64_t first, Element<type>* to) const {
     Floats w0, w1;
     if (bits == 8 && a.codes == Codes::signed_bytes) {
@@ -113,12 +115,13 @@ struct InOrder {
 };
 
 #if defined(__AVX512BW__)
-// The same through a table of the group's numbers.
+// The same through a table of the group's numbers, or of sixteen of each of two groups.
 template <int bits, Stored type>
 struct ByTable {
   static constexpr int vectors = bits <= 4 ? 1 : 1 << (bits - 4);
+  static constexpr bool takes_halves = bits <= 4;
   const Linear& a;
-  Floats values[vectors];
+  Floats values[vectors], first_half = {};
   __m512i table[(vectors + 1) / 2];
   explicit ByTable(const Linear& a) : a(a) {
     for (int i = 0; i < vectors; i++)
@@ -133,14 +136,18 @@ struct ByTable {
       for (int i = 0; i < vectors; i += 2) table[i / 2] = halves_of<type>(at(i), at(i + 1));
     }
   }
+  void half(int i, float z, float s) {
+    const Floats numbers = times(subtract(values[0], broadcast(z)), broadcast(s));
+    if (i == 0) first_half = numbers;
+    else table[0] = halves_of<type>(first_half, numbers);
+  }
+  void of_halves(const uint8_t* row, int64_t first, uint16_t* to) const {
+    static constexpr Words upper = words([](int i) { return i & 16; });
+    const __m512i index = _mm512_or_si512(code_words<bits>(row, a.k, first), load(upper));
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, table[0]));
+  }
   void operator()(const uint8_t* row, int64_t first, uint16_t* to) const {
-    __m512i index;
-    if constexpr (bits == 4) {  // the look-up takes five bits of each, and the table holds its sixteen numbers twice
-      const __m512i bytes = _mm512_cvtepu8_epi32(bytes_of(row + first / 2));
-      index = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
-    } else {
-      index = _mm512_cvtepu8_epi16(codes_from<bits>(row, a.k, first).v);
-    }
+    const __m512i index = code_words<bits>(row, a.k, first);
     if constexpr (bits <= 5) {
       _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, table[0]));
     } else {
@@ -161,11 +168,11 @@ void rows_with(const Linear& a, Element<type>* out, int64_t begin, int64_t end) 
       return found == found ? found : NAN;  // whose lower bits are 0
     };
     int64_t g = 0, first = 0;
-    if constexpr (std::is_same_v<Decode, InOrder<bits, type>>)
+    if constexpr (Decode::takes_halves)
       if (2 * a.group == codes_at_a_time)
         for (; first + codes_at_a_time <= a.k; first += codes_at_a_time, g += 2) {
           for (int i = 0; i < 2; i++) decode.half(i, zero_of(a, row, g + i), scale_at(g + i));
-          decode(packed, first, to + first);
+          decode.of_halves(packed, first, to + first);
         }
     for (; first < a.k; g++) {
       const int64_t past = first + a.group < a.k ? first + a.group : a.k;
@@ -184,7 +191,8 @@ void rows_of(const Linear& a, void* out, int64_t begin, int64_t end) {
   Element<type>* to = static_cast<Element<type>*>(out);
 #if defined(__AVX512BW__)
   if constexpr (bits <= 6 && type != Stored::float32)
-    if (a.group >= 2 << bits) return rows_with<bits, type, ByTable<bits, type>>(a, to, begin, end);
+    if (a.group >= 2 << bits || (bits <= 4 && 2 * a.group == codes_at_a_time))
+      return rows_with<bits, type, ByTable<bits, type>>(a, to, begin, end);
 #endif
   return rows_with<bits, type, InOrder<bits, type>>(a, to, begin, end);
 }
