@@ -302,6 +302,21 @@ def test_quantize_refuses_what_the_reference_refuses() -> None:
             torch.ops.lowbit.quantize(w, "int4:g32:bf16", "range")
 
 
+@pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *(Scheme(f"uint{b}", 16, "int") for b in range(1, 9))], ids=str)
+def test_panels_are_the_numbers_of_the_reference(scheme: Scheme, instructions: str) -> None:
+    ranks = ["portable", "avx2", "avx512"]
+    if ranks.index(instructions) > ranks.index(torch.ops.lowbit_cpu.instructions()):
+        pytest.skip(f"this processor has no {instructions}")
+    tables = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.byte_table(scheme.scale)
+    for k in (1, 16, 33, 80, 256, 1000, 1040):
+        parts = weight(scheme, 9, k)[0]
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            out = torch.empty(9, k, dtype=dtype)
+            torch.ops.lowbit_cpu.panel(out, *parts, *tables, scheme.group_size, instructions)
+            assert torch.equal(out, reference.dequantize(*parts, scheme, k, dtype)), (k, dtype)
+
+
 def test_nothing_to_do() -> None:
     scheme = Scheme("int8", 16)
     parts, _ = weight(scheme, 4, 64)
