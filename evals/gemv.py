@@ -18,8 +18,8 @@ from rich.table import Table
 from torch import nn
 
 from lowbit import trace_kernels
+from lowbit.environment import cpu_instructions
 from lowbit.recipe import Recipe
-from lowbit_kernels.build import CPU
 
 from . import peers
 from .reader import Limits
@@ -232,4 +232,4 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = f"cpu, {(n := torch.get_num_threads())} thread{'s' if n > 1 else ''}"
-    return threads if CPU.missing() else f"{threads}, {torch.ops.lowbit_cpu.instructions()}"
+    return threads if (instructions := cpu_instructions()) is None else f"{threads}, {instructions}"

@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from lowbit_kernels.registry import Kernel
 
-__all__ = ["Environment", "KernelState", "env", "usable_device"]
+__all__ = ["Environment", "KernelState", "cpu_instructions", "env", "usable_device"]
 
 # Those that decide which kernel is compiled or chosen; a processor lists a hundred more.
 _INSTRUCTION_SETS = (
@@ -79,6 +79,13 @@ def env() -> Environment:
     here = {"cpu", "cuda"} if gpus else {"cpu"}
     rows = tuple(KernelState(row.name, row.op, _missing(row, here), row.on_request) for row in kernels())
     return Environment(_versions(), _cpu(), gpus, rows)
+
+
+def cpu_instructions() -> str | None:
+    """What the CPU kernels are made of: avx512, avx2 or portable; None where there is no C++ library."""
+    from lowbit_kernels.build import CPU
+
+    return None if CPU.missing() else str(torch.ops.lowbit_cpu.instructions())
 
 
 def usable_device(device: str | torch.device) -> torch.device:
