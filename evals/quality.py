@@ -26,6 +26,7 @@ from lowbit import Calibration, QTensor, Recipe, Scheme, quantize_
 from lowbit.recipe import parted
 
 from .divergence import Reference, divergence
+from .gemv import device_name
 from .perplexity import perplexity, windows_of
 from .results import write_result
 from .tables import RESULTS, quality_table
@@ -34,11 +35,16 @@ from .texts import read_text
 __all__ = ["RECIPES", "Bench", "main"]
 
 CHUNKS, COMPARED = 120, 30
-_METHODS = ("{}", "hqq({})", "clip({})", "gptq({})", "awq({})", "awq(clip({}))", "awq(gptq({}))", "rotation(gptq({}))")
-_BLOCKS = ("nf4", "mxfp4", "nvfp4", "int8")
+_METHODS = (
+    "{}", "hqq({})", "clip({})", "gptq({})", "gptq({}, asymmetric=true)", "awq({})", "awq(clip({}))", "awq(gptq({}))",
+    "rotation(gptq({}))",
+)  # fmt: skip
+_BLOCKS = ("nf4", "mxfp4", "nvfp4")
+_NEAR = ("int5", "int6", "int8", "fp6", "fp8", "mxfp6", "mxfp8", "mxint8")
 RECIPES = {
     **{name: tuple(method.format(name) for method in _METHODS) for name in ("int4", "int3", "int2")},
-    **{name: tuple(method.format(name) for method in ("{}", "clip({})", "gptq({})")) for name in _BLOCKS},
+    **{name: tuple(method.format(name) for method in ("{}", "clip({})", "gptq({})", "awq({})")) for name in _BLOCKS},
+    **{name: tuple(method.format(name) for method in ("{}", "clip({})", "gptq({})")) for name in _NEAR},
     "w8a8": tuple(method.format("int8_dynamic_activation_int8_weight") for method in ("{}", "smoothquant({})")),
 }
 """Recipes by the scheme under which they stand in the table."""
@@ -48,14 +54,25 @@ class Bench:
     """A float model and the material that what becomes of it is measured on.
 
     ``model``: a folder of transformers; ``text``: the file to predict, ``calibration``: the file of which methods that look at
-    data see the first ``rows`` rows of ``context`` tokens.
+    data see the first ``rows`` rows of ``context`` tokens; ``device``: where the model is quantized and runs.
     """
 
-    def __init__(self, model: Path, text: Path, calibration: Path, rows: int, chunks: int, compared: int, context: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        text: Path,
+        calibration: Path,
+        rows: int,
+        chunks: int,
+        compared: int,
+        context: int,
+        device: str = "cpu",
+    ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to(device)
+        self.device = device_name(torch.device(device))
         self.text, self.chunks, self.context = read_text(text), chunks, context
         self.data = Calibration(calibration, rows=rows, length=context, tokenizer=self.tokenizer)
         self.material = {
@@ -83,7 +100,7 @@ class Bench:
         plan = quantize_(model, recipe, calibration=self.data if _looks_at_data(recipe) else None)
         sizes = [math.prod(layer.shape) for layer in plan.changed]
         bits = sum(layer.bits_per_weight * size for layer, size in zip(plan.changed, sizes, strict=True)) / sum(sizes)
-        row = {"scheme": scheme, "recipe": recipe, "by": "lowbit", "bits_per_weight": bits}
+        row = {"scheme": scheme, "recipe": recipe, "by": "lowbit", "bits_per_weight": bits, "device": self.device}
         return {**row, **self._figures(model, True)}
 
     def theirs(self, folder: Path) -> dict[str, Any]:
@@ -173,13 +190,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of a row and of a chunk")
     parser.add_argument("--chunks", type=int, default=CHUNKS)
     parser.add_argument("--compared", type=int, default=COMPARED, help="chunks on which the divergence is measured")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--anew", action="store_true", help="measure what the file holds already, too")
     parser.add_argument("--out", type=Path, default=RESULTS / "quality.json", help="JSON file to write, and to go on with")
     o = parser.parse_args(arguments)
     every = [(scheme, recipe) for scheme, recipes in RECIPES.items() for recipe in recipes]
     if o.recipes is not None:
         every = [(scheme, recipe) for scheme, _, recipe in (item.partition(":") for item in parted(o.recipes) if item)]
-    with Bench(o.model, o.text, o.calibration, o.rows, o.chunks, o.compared, o.context) as bench:
+    with Bench(o.model, o.text, o.calibration, o.rows, o.chunks, o.compared, o.context, o.device) as bench:
         rows = _measured(bench, o.out, o.peers, every, o.anew)
     print(quality_table([{"material": bench.material, "rows": rows}]))
 

@@ -1,11 +1,12 @@
-"""How long it takes to quantize one layer by each method: the rewrite's search on its own, and the rounder.
+"""How long it takes to quantize: one layer by each method, the rewrite's search on its own and the rounder; and whole models.
 
-python -m lowbit.evals.quantizing --device cuda --shapes 4096x4096 --out quantizing.json
+python -m lowbit.evals.quantizing --device cuda --shapes 4096x4096 --models llama-3-8b --out quantizing.json
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,20 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit import Recipe
+from lowbit import Recipe, quantize_
 from lowbit.recipe import parted
 from lowbit.replacement import rounded
 from lowbit.rewrites.search import Pool, Reader
 from lowbit.statistics import Statistics
 
 from .results import write_result
+from .shapes import SHAPES, random_model
 
-__all__ = ["RECIPES", "main", "measure"]
+__all__ = ["RECIPES", "main", "measure", "measure_models"]
 
 RECIPES = (
     "int4", "hqq(int4)", "clip(int4)", "gptq(int4)", "gptq(int3)", "awq(int4)", "awq(int3)", "awq(nvfp4)",
     "smoothquant(int8_dynamic_activation_int8_weight, alpha=auto)",
 )  # fmt: skip
+MODEL_RECIPES = ("int4", "hqq(int4)", "hqq(int3)", "clip(int4)")
 
 
 def measure(
@@ -52,6 +55,29 @@ def measure(
             taken = [_once(Recipe.parse(spelled), _weight(n, k, seed, device), known) for seed in range(repeats + 1)][1:]
             found = {name: statistics.median(times[name] for times in taken) for name in taken[0]}
             rows.append({"recipe": spelled, "n": n, "k": k, **found})
+    return rows
+
+
+def measure_models(
+    recipes: Sequence[str], models: Sequence[str], device: str = "cpu", progress: Callable[[str], None] = lambda what: None
+) -> list[dict[str, Any]]:
+    """Seconds that :func:`~lowbit.quantize_` takes for every weight of a model, embedding and head too, once each.
+
+    ``models`` are names of :data:`~lowbit.evals.shapes.SHAPES`, with random weights in bfloat16; a recipe may not need data.
+    The plan, the checks of every weight and the packing count, the making of the model does not. ``weights`` is how many
+    numbers were quantized.
+    """
+    rows = []
+    for name in models:
+        for spelled in recipes:
+            progress(f"{spelled}, {name}")
+            model = random_model(name, torch.device(device), torch.bfloat16)
+            start = _now(model.lm_head.weight)
+            plan = quantize_(model, {"*": spelled})
+            seconds = _now(next(model.buffers())) - start
+            weights = sum(math.prod(layer.shape) for layer in plan.changed)
+            rows.append({"recipe": spelled, "model": name, "weights": weights, "seconds": seconds})
+            del model
     return rows
 
 
@@ -93,17 +119,24 @@ def _statistics(k: int, device: str) -> Statistics:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Time methods on one layer.")
+    parser = argparse.ArgumentParser(description="Time methods on one layer, and on whole models.")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="with commas between")
+    parser.add_argument("--models", default="", help=f"whole models to quantize, with commas between: {', '.join(SHAPES)}")
+    parser.add_argument("--model-recipes", default=",".join(MODEL_RECIPES), help="with commas between; none that needs data")
     parser.add_argument("--shapes", default="4096x4096", help="N x K, with commas between")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
-    shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in options.shapes.split(","))]
-    rows = measure(parted(options.recipes), shapes, options.device, options.repeats, lambda what: print(what, flush=True))
+    shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in options.shapes.split(",") if shape)]
+    told = partial(print, flush=True)
+    rows = measure(parted(options.recipes), shapes, options.device, options.repeats, told)
+    named = [name for name in options.models.split(",") if name]
+    whole = measure_models(parted(options.model_recipes), named, options.device, told)
     if options.out is not None:
-        write_result(options.out, {"device": options.device, "rows": rows})
+        write_result(options.out, {"device": options.device, "rows": rows, "models": whole})
+    for row in whole:
+        print(f"{row['recipe']:64} {row['model']}: {row['weights'] / 1e9:.2f} billion weights in {row['seconds']:.1f} s")
     for row in rows:
         parts = ", ".join(f"{name} {row[name]:.3f} s" for name in ("rewrite", "round") if name in row)
         print(f"{row['recipe']:64} {row['n']} x {row['k']}: {parts}")
