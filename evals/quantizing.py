@@ -73,7 +73,7 @@ def measure_models(
             progress(f"{spelled}, {name}")
             model = random_model(name, torch.device(device), torch.bfloat16)
             start = _now(model.lm_head.weight)
-            plan = quantize_(model, {"*": spelled})
+            plan = quantize_(model, {"lm_head": spelled, "model.embed_tokens": spelled, "*": spelled})
             seconds = _now(next(model.buffers())) - start
             weights = sum(math.prod(layer.shape) for layer in plan.changed)
             rows.append({"recipe": spelled, "model": name, "weights": weights, "seconds": seconds})

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from lowbit_kernels.registry import Kernel
 
-__all__ = ["Environment", "KernelState", "cpu_instructions", "env", "usable_device"]
+__all__ = ["Environment", "KernelState", "cpu_instructions", "env", "only_device", "usable_device"]
 
 # Those that decide which kernel is compiled or chosen; a processor lists a hundred more.
 _INSTRUCTION_SETS = (
@@ -95,6 +96,12 @@ def usable_device(device: str | torch.device) -> torch.device:
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         words = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"device {device!r} cannot be used here ({words[0]}): give cpu, or one that lowbit env lists") from None
+
+
+def only_device(model: nn.Module) -> torch.device | None:
+    """The device on which all parameters of ``model`` are; None where they are on several, or have no values at all."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return next(iter(devices)) if len(devices) == 1 and next(iter(devices)).type != "meta" else None
 
 
 def _missing(row: Kernel, here: set[str]) -> str | None:

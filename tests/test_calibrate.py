@@ -13,6 +13,9 @@ import lowbit
 from lowbit import QLinear, Target, quantize_
 from lowbit.algorithms import ROUNDERS, Rounded, Rounder
 from lowbit.algorithms.rtn import rtn
+from lowbit.calibration.blocks import call
+from lowbit.calibration.data import Calibration
+from lowbit.environment import only_device
 from lowbit.scheme import SCHEMES
 from lowbit.statistics import Statistics
 from tests import test_architectures as architectures
@@ -328,3 +331,19 @@ def test_a_device_takes_a_block_at_a_time(make, keep):
     assert not any(p.is_cuda for name, p in model.named_parameters() if "norm" in name or "embed" in name)
     if make is llama:
         assert len(there) > 1  # another block each time
+
+
+def test_only_a_device_that_holds_all_of_a_model_is_its_own():
+    model = llama()
+    assert only_device(model) == torch.device("cpu")
+    assert only_device(model.to("meta")) is None
+    assert only_device(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))) is None
+    assert only_device(nn.ReLU()) is None
+
+
+def test_data_stays_where_it_is_for_a_model_on_several_devices():
+    model = llama()
+    (batch,) = Calibration(tokens(2, 4)).batches(model)
+    expected = call(model, batch).logits
+    model.unused = nn.Linear(1, 1, device="meta")
+    assert torch.equal(call(model, batch).logits, expected)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checkpoint.skeleton import is_pretrained
+from ..environment import only_device
 from ..layers import layer_kind
 from .data import Batch
 from .nesting import leaves, rebuilt
@@ -153,10 +154,12 @@ def _first_tensor(event: _Event) -> dict[int, int]:
 
 
 def call(model: nn.Module, batch: Batch, device: Any = None) -> Any:
-    """``model`` on ``batch``, moved to ``device``; without a cache of keys and values, where it would keep one."""
+    """``model`` on ``batch``, moved to ``device``, else to where all of the model is; without a cache of keys and values,
+    where it would keep one. A model whose parts are on several devices moves what it is given by itself."""
+    where = device or only_device(model)
 
     def moved(leaf: Any) -> Any:
-        return leaf.to(device) if device is not None and isinstance(leaf, Tensor) else leaf
+        return leaf.to(where) if where is not None and isinstance(leaf, Tensor) else leaf
 
     with _uncached(model):
         return model(*rebuilt(batch.args, moved), **rebuilt(batch.kwargs, moved))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..environment import only_device
 from ..planning import LayerPlan
 from ..replacement import Done
 from ..weight import QuantizedModule
@@ -23,11 +24,11 @@ class Residence:
     as long as a ``with`` statement lasts.
     """
 
-    device: torch.device | None = None
-    """Where inputs have to be; None where they are right already."""
+    device: torch.device | None
+    """Where inputs have to be; None where they are right already, or the model moves them by itself."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model, self.device = model, only_device(model)
 
     def block(self, path: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -70,7 +70,7 @@ def measured(module: nn.Module, size: int) -> Norm | None:
         return None
     like = next(iter(own.values()), torch.empty(0))
     draw = torch.Generator().manual_seed(0)
-    x = (torch.randn(4, size, generator=draw, dtype=torch.float64) + 0.5).to(like)
+    x = (torch.randn(4, size, generator=draw, dtype=torch.float64) + 0.5).to(like.dtype)
     base = _rows(module, x, dict.fromkeys(own, 0.0))
     if base is None:
         return None
@@ -108,7 +108,9 @@ def measured(module: nn.Module, size: int) -> Norm | None:
 def _rows(module: nn.Module, x: Tensor, values: dict[str, float]) -> Tensor | None:
     """What ``module`` gives for ``x`` where each of its parameters is one number all over; None where it takes no such rows."""
     try:
-        found = _called(module, x, {name: torch.full_like(module.get_parameter(name), value) for name, value in values.items()})
+        numbers = {name: torch.full_like(module.get_parameter(name), value) for name, value in values.items()}
+        there = next((number.device for number in numbers.values()), x.device)
+        found = _called(module, x.to(there), numbers)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # it wants something else
         return None
     if not isinstance(found, Tensor) or found.shape != x.shape or not found.is_floating_point():
