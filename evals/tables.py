@@ -144,6 +144,28 @@ def quality_table(results: list[dict[str, Any]]) -> str:
     return _markdown(head, (row(found) for found in result["rows"]))
 
 
+def quantizing_table(results: list[dict[str, Any]]) -> str:
+    """Seconds of methods on one layer and on whole models, one device after the other."""
+    return "\n\n".join(map(_quantizing_block, results))
+
+
+def _quantizing_block(result: dict[str, Any]) -> str:
+    def rows() -> Iterator[tuple[Any, ...]]:
+        for found in result["rows"]:
+            search = f"{found['rewrite']:.2f}" if "rewrite" in found else ""
+            yield f"a layer of {found['n']} x {found['k']}", f"`{found['recipe']}`", search, f"{found['round']:.3f}"
+        for found in result["models"]:
+            yield (
+                f"{found['model']}, {found['weights'] / 1e9:.2f} billion weights",
+                f"`{found['recipe']}`",
+                "",
+                f"{found['seconds']:.1f}",
+            )
+
+    where = f"{', '.join(result['gpus']) or result['cpu']['name']}, torch {result['versions']['torch']}, {result['date']}."
+    return f"{where}\n\n{_markdown('what |recipe |search, s|rounding, s', rows())}"
+
+
 def _nats(kl: float | None) -> str:
     return "infinite" if kl is None else f"{kl:.4f}"
 
@@ -210,6 +232,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "further": further_table,
     "mixed": mixed_table,
     "quality": quality_table,
+    "quantizing": quantizing_table,
     "gemv": gemv_table,
     "generate": generate_table,
 }
