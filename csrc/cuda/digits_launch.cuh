@@ -119,7 +119,8 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
     return (step - 1 >> a.log_of_run) + 1;
   };
   const auto fewest = [&] { return !has_ring ? 0 : std::min(runs(), ahead() + 1); };
-  a.log_of_run = plan.units_of_run ? plan.units_of_run / 2 : 2;  // one thread starts all copies, so each has to be of 8 KB and more
+  // One thread starts all copies, so each has to be of 8 KB and more; where a block has few of them they had better begin early.
+  a.log_of_run = plan.units_of_run ? plan.units_of_run / 2 : is_paired ? 1 : 2;
   a.units_of_pass = std::max(1, (a.units_of_row + a.column_warps - 1) / a.column_warps);
   while (memory_with(fewest() + 1, a.units_of_pass).total > memory && (a.units_of_pass > 1 || a.column_warps > 1)) {
     if (a.units_of_pass > 1) {
