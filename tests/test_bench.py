@@ -14,7 +14,7 @@ from lowbit.evals import bars, crossover, figures, gemv, generate, peers, reader
 from lowbit.evals.shapes import SHAPES, random_model
 from lowbit.evals.walks import Times
 from lowbit.recipe import Recipe
-from lowbit_kernels import crossovers
+from lowbit_kernels import crossovers, registry
 
 
 @pytest.fixture(autouse=True)
@@ -237,6 +237,20 @@ def test_segments_prefer_the_registrys_order_unless_another_row_gains():
     }
     assert crossover.segments(measured) == [(8, "a"), (16, "c"), (None, "b")]
     assert crossover.segments({}) == []
+
+
+@pytest.mark.parametrize("path", sorted(crossovers.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_a_table_in_the_package_names_rows_schemes_and_layouts_that_there_are(path):
+    rows = {kernel.name: kernel for kernel in registry.kernels()}
+    table = crossovers.load(json.loads(path.read_text())["device"], 0)
+    assert table is not None
+    assert crossovers.file_of(table.device) == path
+    for entry in table.entries:
+        assert entry.up_to[-1][0] is None
+        assert str(Scheme.parse(entry.scheme)) == entry.scheme
+        for _, row in entry.up_to:
+            assert rows[row].op == entry.op
+            assert rows[row].layout == entry.layout
 
 
 def test_a_table_is_measured_written_and_read(tmp_path, monkeypatch, capsys):
