@@ -75,7 +75,7 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def _early(device: torch.device) -> bool:
+def starts_early(device: torch.device) -> bool:
     """Whether kernels may start before those ahead of them have ended."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -87,7 +87,7 @@ def on_cuda(device: torch.device) -> bool:
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     # A fused multiply-add rounds once less; Triton warns where nobody chooses.
-    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if _early(device) else {})
+    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if starts_early(device) else {})
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -136,7 +136,7 @@ def gemv_linear(
             **weight.constants,
             HAS_BIAS=bias is not None,
             EVEN=weight.constants["ALIGNED"] and k % (8 * config["WORDS"]) == 0,
-            EARLY=_early(x.device),
+            EARLY=starts_early(x.device),
             **config,
             **launch_options(x.device),
         )
@@ -222,7 +222,7 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
     config = dict(config or gemm_config(m, n, k, x.dtype))
     words = -(-k // (8 * config["WORDS"])) * config["WORDS"]
     columns = torch.empty(8, experts * m, words, dtype=x.dtype, device=x.device)
-    parts, early, options = config["PARTS"], _early(x.device), launch_options(x.device)
+    parts, early, options = config["PARTS"], starts_early(x.device), launch_options(x.device)
     out = y if parts == 1 else torch.empty(parts, experts * m, n, dtype=torch.float32, device=x.device)
     shift = y if bias is None else bias.contiguous()
     how = how_to_scale(scheme, k, config["WORDS"], x.dtype)
