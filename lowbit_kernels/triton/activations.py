@@ -11,11 +11,12 @@ from torch import Tensor
 from lowbit.scheme import Scheme
 
 from ..registry import ALL_PLAIN_SCALES, Call, Kernel, register
+from .blocks import block
 from .decodings import FLOATS, decoding
 from .linear import ON_A_CPU, compiles, launch_options, on_device, starts_early
 from .quantization import round_rows
 
-__all__ = ["codes_product", "eights_config", "eights_linear"]
+__all__ = ["codes_product", "eights_linear"]
 
 _MOST_COLUMNS = (1 << 17) - 1  # sums of fewer products of int8 than 2**17 fit int32
 
@@ -30,8 +31,7 @@ def eights_linear(
 
 
 def codes_product(
-    codes: Tensor, scales: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype,
-    config: dict[str, int] | None = None,
+    codes: Tensor, scales: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """``(codes * scales) @ W.T + bias``: ``codes`` [M, K] of the format of the weight, ``scales`` [M], or [1] for all tokens."""
     from .eights import eights
@@ -42,7 +42,7 @@ def codes_product(
         return y
     how = decoding(scheme.format)
     packed = packed if packed.stride(1) == 1 else packed.contiguous()
-    config = dict(config or eights_config(m))
+    config = dict(block("eights", codes.device, scheme, dtype, m, n, k))
     with on_device(codes.device):
         eights[(-(-m // config["BLOCK_M"]) * -(-n // config["BLOCK_N"]),)](
             codes, scales, packed, scale, y if bias is None else bias.contiguous(), y, m, n, k,
@@ -52,15 +52,6 @@ def codes_product(
             EARLY=starts_early(codes.device), **config, **launch_options(codes.device),
         )  # fmt: skip
     return y
-
-
-def eights_config(m: int) -> dict[str, int]:
-    """The block, its warps and stages."""
-    if m <= 16:
-        return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256, "num_warps": 4, "STAGES": 4}
-    if m <= 64:
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "STAGES": 4}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "STAGES": 3}
 
 
 def _refusal(call: Call) -> str | None:
