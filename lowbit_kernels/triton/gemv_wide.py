@@ -12,8 +12,8 @@ from .codes import _INTEGERS, eight, scale_of
 
 @triton.jit
 def _four(words):
-    """``words`` [R, B, 4] as four tensors [R, B]."""
-    even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1], 2, 2]))
+    """``words`` [R, 4 B] as four tensors [R, B]: every fourth column."""
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
     return a, b, c, d
@@ -38,16 +38,33 @@ def _integers(part, words, xs, zeros, magic):
     return part
 
 
+_BOTH_HALVES = tl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }")
+
+
 @triton.jit
-def _floats(part, words, xs, MANTISSA: tl.constexpr):
+def _halves(both, ON_CUDA: tl.constexpr):
+    """The lower and the upper float16 of each word, as float32."""
+    if ON_CUDA:  # else the compiler moves the upper one down before it converts
+        low, high = tl.inline_asm_elementwise(
+            _BOTH_HALVES, "=f,=f,r", [both], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+        )
+    else:
+        low = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _floats(part, words, xs, MANTISSA: tl.constexpr, ON_CUDA: tl.constexpr):
     """``part`` plus the floats of ``words`` times ``xs``, two at a time by way of float16, 2**14 times too small."""
     low: tl.constexpr = 10 - MANTISSA
     for j in tl.static_range(4):
         sign = words if j == 3 else words << (12 - 4 * j)
         size = words << (low - 4 * j) if low >= 4 * j else words >> (4 * j - low)
         both = (sign & -2147450880) | (size & (0x00070007 << low))  # -2147450880: 0x80008000
-        part += both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * xs[j][None, :]
-        part += (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * xs[j + 4][None, :]
+        first, second = _halves(both, ON_CUDA)
+        part += first * xs[j][None, :]
+        part += second * xs[j + 4][None, :]
     return part
 
 
@@ -58,7 +75,7 @@ def gemv_wide(
     KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
+    EVEN: tl.constexpr, EARLY: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """ROWS numbers of ``y``: QUADS times four words of each row at a time. K, and GROUP if it is not 0 (one scale a row), are
     multiples of 32; rows lie at multiples of 16 bytes."""
@@ -68,19 +85,21 @@ def gemv_wide(
     n_mask = n < N
     row = n.to(tl.int64)
     rows = (packed_ptr + row * stride_packed).to(tl.pointer_type(tl.int32))
-    at, four = tl.arange(0, QUADS), tl.arange(0, 4)
+    at, each = tl.arange(0, QUADS), tl.arange(0, 4 * QUADS)
     nothing = magic - 0x4B000000
     column = tl.arange(0, 8)
     total = tl.zeros([ROWS, QUADS], tl.float32)
     for first in range(0, K, 32 * QUADS):
         quad = first // 32 + at
-        mask = n_mask[:, None]
+        word = first // 8 + each
+        mask, mask_words = n_mask[:, None], n_mask[:, None]
         if not EVEN:
-            mask = mask & (quad * 32 < K)[None, :]
-        there = rows[:, None, None] + (quad[:, None] * 4 + four[None, :])[None, :, :]
-        words = _four(tl.load(there, mask=mask[:, :, None], other=0))
+            mask, mask_words = mask & (quad * 32 < K)[None, :], mask & (word * 8 < K)[None, :]
+        words = _four(tl.load(rows[:, None] + word[None, :], mask=mask_words, other=0))
         if GROUP > 0:
-            group = (quad // (GROUP // 32) + nothing)[None, :]
+            group = tl.max_contiguous(quad // (GROUP // 32) + nothing, QUADS)[
+                None, :
+            ]  # not so, but it keeps the threads in a row
             stored = tl.load(scale_ptr + row[:, None] * stride_scale + group, mask=mask, other=0)
         if ZERO == 1:
             if GROUP > 0:
@@ -108,7 +127,7 @@ def gemv_wide(
                     scaled = scaled + (xs[j] * (1.0 / (1 << _place(j))),)  # type: ignore[assignment] # noqa: RUF005
                 part = _integers(part, words[t] ^ -2004318072 if FLIP == 8 else words[t], scaled, zeros, magic)
             else:
-                part = _floats(part, words[t], xs, MANTISSA)
+                part = _floats(part, words[t], xs, MANTISSA, ON_CUDA)
         if GROUP > 0:
             part *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
         total += part

@@ -140,7 +140,7 @@ def _gemv_wide(row: Tensor, weight: Parts, bias: Tensor | None, y: Tensor, n: in
     gemv_wide[(-(-n // size["ROWS"]),)](
         row, *weight.pointers, row if bias is None else bias.contiguous(), weight.tables[1], y, n, k, 0x4B000000,
         *weight.strides, **constants, HAS_BIAS=bias is not None, EVEN=k % (32 * size["QUADS"]) == 0,
-        EARLY=starts_early(row.device), **size, **launch_options(row.device),
+        EARLY=starts_early(row.device), ON_CUDA=on_cuda(row.device), **size, **launch_options(row.device),
     )  # fmt: skip
 
 
