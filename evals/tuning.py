@@ -22,8 +22,9 @@ __all__ = ["BATCHES", "Problem", "measure", "problems", "table"]
 
 BATCHES = (1, 4, 16, 64)
 _GAIN = 0.98  # a block must be this much quicker than the best so far: less is noise
-_ROWS = {"linear": (("gemv", "triton_gemv"), ("gemm", "triton_gemm"), ("gemm", "triton_gemm_rounded"))}
-_EIGHTS = (("eights", "triton_int8_int8"), ("eights", "triton_fp8_e4m3fn_fp8_e4m3fn"))
+# (kernel, row of the registry); of one kernel the first row that takes a call stands for the others.
+_ROWS = (("gemv", "triton_gemv"), ("gemm", "triton_gemm"), ("gemm", "triton_gemm_rounded"))
+_ROWS_OF_EIGHTS = (("eights", "triton_int8_int8"), ("eights", "triton_fp8_e4m3fn_fp8_e4m3fn"))
 
 
 class Problem(NamedTuple):
@@ -85,8 +86,9 @@ def measure(
             made = None  # before more is asked for
             specimen = Specimen(problem.recipe, problem.n, problem.k, where, layout="canonical")
             made = problem, specimen, specimen.copies(cold=where.type != "cpu")
-        until = clock() + left / (len(todo) - done)
-        for kernel, row in _rows(made[1].layer, m, where):
+        share, known = left / (len(todo) - done), _rows(made[1].layer, m, where)
+        for kernel, row in known:
+            until = clock() + share / len(known)
             found = _best(kernel, row, made[1].layer, made[2], m, until, repeats, clock)
             if found is not None:
                 rows.append({**problem._asdict(), "m": m, "row": row, **found})
@@ -103,7 +105,7 @@ def _rows(layer: Any, m: int, device: torch.device) -> list[tuple[str, str]]:
     suffix = "_interpreted" if device.type == "cpu" else ""
     x = torch.zeros(m, layer.in_features, dtype=torch.bfloat16, device=device)
     found = []
-    for kernel, name in _ROWS["linear"] if layer.activation is None else _EIGHTS:
+    for kernel, name in _ROWS if layer.activation is None else _ROWS_OF_EIGHTS:
         try:
             with strict(f"{name}{suffix}"), torch.no_grad():
                 layer(x)
@@ -128,12 +130,12 @@ def _best(
         try:
             with blocks.fixed(kernel, candidate), strict(row):
                 us = timed(copies, x, chained=layer.in_features == layer.out_features, repeats=repeats).us
-        except Exception as error:  # of what a compiler refuses there are many kinds: too much shared memory, too many registers
+        except torch.AcceleratorError:  # the device takes no more work
+            raise
+        except Exception:  # a compiler refuses blocks in many ways: too much shared memory, too many registers
             if not tried:
                 raise
             refused += 1
-            if type(error).__name__ in ("AcceleratorError", "KeyboardInterrupt"):
-                raise
             continue
         tried += 1
         first = us if first is None else first

@@ -184,10 +184,12 @@ def _gemv_candidates(scheme: Scheme, dtype: torch.dtype, n: int, k: int) -> Iter
 def _gemm_candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
     block_m = min(128, max(8, _power_above(m)))
     sizes = ((32, 1), (64, 2), (64, 4), (16, 1), (128, 4)) if block_m <= 16 else ((128, 4), (64, 4), (128, 8), (256, 8))
-    for (block_n, warps), stages in itertools.product(sizes, (3, 4, 5, 2)):
+    seen = set()
+    for each, stages, (block_n, warps) in itertools.product((8, 4, 2, 16), (3, 4, 5, 2), sizes):
         tiles = -(-n // block_n) * -(-m // block_m)
-        for each in (8, 4, 2, 16):
-            parts = max(1, min(16, each * _PROCESSORS // tiles, k // 512))
+        parts = max(1, min(16, each * _PROCESSORS // tiles, k // 512))
+        if (found := (block_n, warps, stages, parts)) not in seen:
+            seen.add(found)
             yield {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def _quantized(
     packed = torch.empty(r, packed_size(scheme.bits, k), dtype=torch.uint8, device=device)
     scale = torch.empty(r, groups, dtype=scheme.scale_dtype, device=device) if fixed is None else fixed
     zero = None if scheme.zero_point_dtype is None else torch.empty_like(scale, dtype=scheme.zero_point_dtype)
-    refused = torch.zeros(1, dtype=torch.int32, device=device)
+    # What nobody reads need not be cleared, which would be a launch of its own.
+    refused = (torch.empty if scheme.scale == "fp32" else torch.zeros)(1, dtype=torch.int32, device=device)
     config = quantize_config(r, k, scheme.group(k) if groups > 1 else 0)
     with on_device(device):
         kernel[-(-r // config["ROWS"]), groups](
@@ -99,6 +101,7 @@ def _power_above(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+@lru_cache(maxsize=256)
 def constants(scheme: Scheme) -> dict[str, Any]:
     """The compile-time constants that the kernel takes from the scheme."""
     how, fmt = encoding(scheme.format), scheme.fmt

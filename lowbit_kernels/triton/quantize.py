@@ -120,7 +120,7 @@ def quantize(
         finite = (tl.abs(scale) < float("inf")) & (largest < float("inf"))
         sound = finite & (scale > 0.0) if SCALE == "fp16" else finite
         tl.store(refused_ptr + tl.zeros([ROWS], tl.int32), tl.full([ROWS], 1, tl.int32), mask=row_mask & (sound == 0))
-        scale = tl.where(finite, scale, 1.0)  # else no code means a number
+        scale, low = tl.where(finite, scale, 1.0), tl.where(finite, low, 0.0)  # else no code means a number
         if HAS_OUTER:
             scale *= above
     if ZERO > 0:
