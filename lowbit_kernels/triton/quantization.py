@@ -25,6 +25,8 @@ __all__ = ["quantize", "round_rows"]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _WORDS = 2048  # of eight numbers, that a block holds at most
+_MOST_COLUMNS = 1 << 18  # of a group: blocks of them stand one behind the other in the kernel
+_MOST_GROUPS = 65535  # of a row: the second axis of a grid
 _ELEMENTS = 4096  # numbers a block has where rows are short
 
 
@@ -134,7 +136,9 @@ def _groups(size: int) -> str | None:
 
 
 def _refusal(call: Call) -> str | None:
-    """Formats and scales that are searched for: anyone may add some."""
+    """Formats and scales that are searched for, since anyone may add some, and rows that are too long."""
+    if call.scheme.groups(call.k) > _MOST_GROUPS or call.scheme.group(call.k) > _MOST_COLUMNS:
+        return f"K: takes {_MOST_GROUPS} groups, and {_MOST_COLUMNS} columns in one, got {call.k}"
     if encoding(call.scheme.format) is None:
         return f"format: takes integers, floats and short tables, got {call.scheme.format}"
     if (name := call.scheme.scale) in (*PLAIN_SCALES, "e8m0"):
