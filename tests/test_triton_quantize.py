@@ -82,7 +82,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return whole and bool(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(schemes(), weights())
 def test_bytes_are_those_of_the_reference(scheme: Scheme, w: Tensor) -> None:
     found, wanted = outcome(ROW.run, w.to(DEVICE), scheme), outcome(reference.quantize, w, scheme)
