@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SHAPES", "random_model"]
+__all__ = ["SHAPES", "outlined", "random_model"]
 
 _LLAMA_3: dict[str, Any] = {
     "vocab_size": 128256, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
@@ -28,13 +28,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Configurations of ``transformers.LlamaConfig`` by name."""
 
 
-def random_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model of :data:`SHAPES` called ``name`` with Gaussian weights that keep its activations of order one."""
+def outlined(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model of :data:`SHAPES` called ``name`` without numbers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**SHAPES[name], dtype=dtype)
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype)
+        return LlamaForCausalLM._from_config(LlamaConfig(**SHAPES[name], dtype=dtype), dtype=dtype)
+
+
+def random_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model of :data:`SHAPES` called ``name`` with Gaussian weights that keep its activations of order one."""
+    model = outlined(name, dtype)
+    config = model.config
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():

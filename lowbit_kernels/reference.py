@@ -38,7 +38,7 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
     for e, matrix in enumerate(flat):
         if outer is not None and matrix.numel():
             low, high = torch.aminmax(matrix)
-            outer[e] = outer_scale(torch.maximum(-low, high).to(compute), scheme)
+            outer[e] = outer_scale(torch.maximum(-low, high).abs().to(compute), scheme)  # of zeros: 0 and not -0
         for rows in _row_chunks(n, k, w.device) if k else ():
             part = matrix[rows].to(compute)
             chosen = choose(part, scheme, method, None if outer is None else outer[e])

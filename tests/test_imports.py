@@ -57,6 +57,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lowbit_kernels.*": (*LEAVES, "lowbit_kernels", "lowbit_kernels.*"),
     "evals": ("lowbit", "lowbit.*", "evals.*"),
     "evals.crossover": ("lowbit", "lowbit.*", "lowbit_kernels.crossovers", "evals.*"),  # writes what that module reads
+    "evals.tuning": ("lowbit", "lowbit.*", "lowbit_kernels.triton", "lowbit_kernels.triton.*", "evals.*"),  # fills its tables
     "evals.*": ("lowbit", "lowbit.*", "evals", "evals.*"),
 }  # fmt: skip
 

@@ -1,5 +1,5 @@
 """The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``sensitivity``, ``allocate``,
-``doctor``, ``eval``, ``report``, ``bench``, ``env``, ``formats``.
+``doctor``, ``eval``, ``report``, ``bench``, ``tune``, ``env``, ``formats``.
 
 Results go to stdout (with ``--json`` nothing but JSON), everything else to stderr. Exit codes: 0 for success, 1 for work
 that failed or whose output nobody read to the end, 2 for a command line that makes no sense, 130 for an interrupt.
@@ -27,6 +27,7 @@ from .mixing import allocate, sensitivity
 from .planning import plan
 from .quantizing import quantize
 from .reporting import report
+from .tuning import tune
 
 __all__ = ["app", "main", "run"]
 
@@ -43,6 +44,7 @@ for name, function in (
     ("doctor", doctor),
     ("eval", evaluate),
     ("report", report),
+    ("tune", tune),
     ("env", env),
     ("formats", formats),
 ):

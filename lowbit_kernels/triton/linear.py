@@ -15,7 +15,8 @@ from torch import Tensor
 from lowbit.formats import FORMATS, format_named
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
-from ..registry import Call, Kernel, register
+from ..registry import Kernel, register
+from .blocks import block, narrow, takes_wide
 from .decodings import FLOATS, INTEGERS, POWERS, TABLE, decoding, table_of
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
@@ -68,6 +69,11 @@ class Parts:
         if scheme.group(k) >= k:
             self.constants["GROUP"] = 0
 
+    @property
+    def on_sixteen_bytes(self) -> bool:
+        """Whether rows of codes start at multiples of 16 bytes."""
+        return self.strides[0] % 16 == 0 and self.pointers[0].data_ptr() % 16 == 0
+
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:
     """``tensor`` [N, C] with its columns side by side; a slice of rows or columns is taken as it is."""
@@ -75,7 +81,7 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def _early(device: torch.device) -> bool:
+def starts_early(device: torch.device) -> bool:
     """Whether kernels may start before those ahead of them have ended."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -87,7 +93,7 @@ def on_cuda(device: torch.device) -> bool:
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     # A fused multiply-add rounds once less; Triton warns where nobody chooses.
-    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if _early(device) else {})
+    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if starts_early(device) else {})
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -97,22 +103,10 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 # ---- one row of x ------------------------------------------------------------------------------------------------
 
 
-def gemv_config(n: int, k: int) -> dict[str, int]:
-    """Rows, words and warps of a block, as measured on an H200."""
-    words = -(-k // 8)
-    warps = 4 if words >= 128 else 2 if words >= 64 else 1
-    wide = 2 if words >= 64 * warps else 1
-    rows = 4 if n >= 4096 else 2 if n >= 2048 else 1
-    return {"ROWS": rows, "WORDS": 32 * warps * wide, "num_warps": warps}
-
-
 def gemv_linear(
-    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None,
-    scheme: Scheme, config: dict[str, int] | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+) -> Tensor:
     """``x @ W.T + bias`` for one row of ``x`` [..., K] and a canonical weight [N, K]."""
-    from .gemv import gemv
-
     *lead, k = x.shape
     n = packed.shape[0]
     y = torch.empty(n, dtype=x.dtype, device=x.device)
@@ -120,50 +114,37 @@ def gemv_linear(
         return (y.zero_() if bias is None else y.copy_(bias)).reshape(*lead, n)
     row = x.reshape(k)
     weight = Parts(packed, scale, zero_point, outer, scheme, k)
-    config = dict(config or gemv_config(n, k))
+    size = block("gemv", x.device, scheme, x.dtype, 1, n, k)
+    if "QUADS" in size and not (takes_wide(scheme, x.dtype, k) and row.stride(0) == 1 and weight.on_sixteen_bytes):
+        size = narrow(n, k)
     with on_device(x.device):
-        gemv[(-(-n // config["ROWS"]),)](
-            row,
-            *weight.pointers,
-            row if bias is None else bias.contiguous(),
-            *weight.tables,
-            y,
-            n,
-            k,
-            0,
-            row.stride(0),
-            *weight.strides,
-            **weight.constants,
-            HAS_BIAS=bias is not None,
-            EVEN=weight.constants["ALIGNED"] and k % (8 * config["WORDS"]) == 0,
-            EARLY=_early(x.device),
-            **config,
-            **launch_options(x.device),
-        )
+        (_gemv_wide if "QUADS" in size else _gemv)(row, weight, bias, y, n, k, dict(size))
     return y.reshape(*lead, n)
 
 
+def _gemv(row: Tensor, weight: Parts, bias: Tensor | None, y: Tensor, n: int, k: int, size: dict[str, int]) -> None:
+    from .gemv import gemv
+
+    gemv[(-(-n // size["ROWS"]),)](
+        row, *weight.pointers, row if bias is None else bias.contiguous(), *weight.tables, y, n, k, 0, row.stride(0),
+        *weight.strides, **weight.constants, HAS_BIAS=bias is not None,
+        EVEN=weight.constants["ALIGNED"] and k % (8 * size["WORDS"]) == 0,
+        EARLY=starts_early(row.device), **size, **launch_options(row.device),
+    )  # fmt: skip
+
+
+def _gemv_wide(row: Tensor, weight: Parts, bias: Tensor | None, y: Tensor, n: int, k: int, size: dict[str, int]) -> None:
+    from .gemv_wide import gemv_wide
+
+    constants = {name: value for name, value in weight.constants.items() if name not in ("BITS", "SPECIAL", "ALIGNED")}
+    gemv_wide[(-(-n // size["ROWS"]),)](
+        row, *weight.pointers, row if bias is None else bias.contiguous(), weight.tables[1], y, n, k, 0x4B000000,
+        *weight.strides, **constants, HAS_BIAS=bias is not None, EVEN=k % (32 * size["QUADS"]) == 0,
+        EARLY=starts_early(row.device), ON_CUDA=on_cuda(row.device), **size, **launch_options(row.device),
+    )  # fmt: skip
+
+
 # ---- several rows ------------------------------------------------------------------------------------------------
-
-
-def gemm_config(m: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
-    """The block, its warps and stages, and how many parts of K, as measured on an H200."""
-    if dtype == torch.float32:  # products on the ordinary cores: a block holds what fits their registers
-        return {"BLOCK_M": 16 if m <= 16 else 32, "BLOCK_N": 32, "WORDS": 16, "num_warps": 4, "STAGES": 1, "PARTS": 1}
-    if m == 1:
-        block_m, block_n, warps, stages, each = 8, 32, 1, 3, 8
-    elif m <= 16:
-        block_m, block_n, warps, stages, each = (8 if m <= 8 else 16), 64, 2, (3 if m <= 8 else 4), 8
-    elif m <= 64:
-        block_m, block_n, warps, stages, each = (32 if m <= 32 else 64), 128, 4, 3, 2
-    else:  # of an expert's rows there may be any number
-        block_m, block_n, warps, stages, each = 128, 128, 8, 2, 2
-    tiles = -(-n // block_n) * -(-m // block_m)
-    parts = max(1, min(8, each * _PROCESSORS // tiles, k // 1024))  # blocks enough for several to share a processor
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
-
-
-_PROCESSORS = 132  # multiprocessors, of an H200
 
 
 def _exact_in_sixteen_bits(name: str) -> bool:
@@ -192,12 +173,11 @@ def gemm_linear(
     outer: Tensor | None,
     bias: Tensor | None,
     scheme: Scheme,
-    config: dict[str, int] | None = None,
 ) -> Tensor:
     """``x @ W.T + bias``: ``x`` [..., K] with any strides and at least one row, the weight [N, K] canonical."""
     k = x.shape[-1]
     weight = Parts(packed, scale, zero_point, outer, scheme, k)
-    y = _product(x.reshape(1, -1, k), weight, bias, packed.shape[0], scheme, config)
+    y = _product(x.reshape(1, -1, k), weight, bias, packed.shape[0], scheme)
     return y.reshape(*x.shape[:-1], packed.shape[0])
 
 
@@ -207,10 +187,10 @@ def grouped_linear(
     """:func:`gemm_linear` for all experts in one launch: ``x`` [E, M, K], ``packed`` [E, N, bytes], ``bias`` [E, N]."""
     zero = None if zero_point is None else zero_point.flatten(0, 1)
     weight = Parts(packed.flatten(0, 1), scale.flatten(0, 1), zero, outer, scheme, x.shape[-1])
-    return _product(x, weight, bias, packed.shape[1], scheme, None)
+    return _product(x, weight, bias, packed.shape[1], scheme)
 
 
-def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Scheme, config: dict[str, int] | None) -> Tensor:
+def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Scheme) -> Tensor:
     """``x`` [E, M, K] times the experts' weights, [E, M, N]."""
     from .gemm import add_parts, gemm, spread
 
@@ -219,10 +199,10 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
     if not y.numel() or not k:
         return y.zero_() if bias is None else y.copy_(bias.reshape(-1, 1, n))
     rows = x.reshape(-1, k)
-    config = dict(config or gemm_config(m, n, k, x.dtype))
+    config = dict(block("gemm", x.device, scheme, x.dtype, m, n, k))
     words = -(-k // (8 * config["WORDS"])) * config["WORDS"]
     columns = torch.empty(8, experts * m, words, dtype=x.dtype, device=x.device)
-    parts, early, options = config["PARTS"], _early(x.device), launch_options(x.device)
+    parts, early, options = config["PARTS"], starts_early(x.device), launch_options(x.device)
     out = y if parts == 1 else torch.empty(parts, experts * m, n, dtype=torch.float32, device=x.device)
     shift = y if bias is None else bias.contiguous()
     how = how_to_scale(scheme, k, config["WORDS"], x.dtype)
@@ -300,15 +280,6 @@ def _whole_blocks(size: int) -> str | None:
     return None if size == -1 or size % (8 * _WORDS) == 0 else f"takes -1 (the whole row) and multiples of {8 * _WORDS}"
 
 
-def _better_in_floats(call: Call) -> str | None:
-    """Four bits that the tensor cores' dtypes hold are unpacked two at a time there, which large weights gain from."""
-    scheme = call.scheme
-    if call.n * call.k < 1 << 25 or scheme.bits != 4 or call.dtype == torch.float32 or decoding(scheme.format).kind != INTEGERS:
-        return None
-    exact = how_to_scale(scheme, call.k, _WORDS, call.dtype) == 0
-    return "four-bit integers of 2**25 weights and more: triton_gemm is faster" if exact and call.device == "cuda" else None
-
-
 _GEMV = Kernel(
     "triton_gemv",
     "linear",
@@ -319,7 +290,6 @@ _GEMV = Kernel(
     dtypes=_DTYPES,
     m=(1, 1),
     available=compiles,
-    also=_better_in_floats,
     tiles=((1, 4, 1024), (1, 4, 2048)),
 )
 _GEMM = dataclasses.replace(
@@ -327,7 +297,6 @@ _GEMM = dataclasses.replace(
     name="triton_gemm",
     run=gemm_linear,
     m=(1, _MOST),
-    also=lambda call: None,
     formats=frozenset(name for name in FORMATS if _exact_in_sixteen_bits(name)),
     zero_points=frozenset({"none", "int"}),
     groups=_whole_blocks,

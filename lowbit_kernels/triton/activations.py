@@ -1,0 +1,97 @@
+"""Rows for products of 8-bit x and 8-bit weights: x is rounded a token at a time, then codes meet codes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.scheme import Scheme
+
+from ..registry import ALL_PLAIN_SCALES, Call, Kernel, register
+from .blocks import block
+from .decodings import FLOATS, decoding
+from .linear import ON_A_CPU, compiles, launch_options, on_device, starts_early
+from .quantization import round_rows
+
+__all__ = ["codes_product", "eights_linear"]
+
+_MOST_COLUMNS = (1 << 17) - 1  # sums of fewer products of int8 than 2**17 fit int32
+
+
+def eights_linear(
+    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None,
+    scheme: Scheme, activation: Scheme, input_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """``x @ W.T + bias`` with ``x`` rounded to the format of the weight; a scale a token, or ``input_scale`` for all."""
+    codes, scales = round_rows(x.reshape(-1, x.shape[-1]), activation, input_scale)
+    return codes_product(codes, scales, packed, scale, bias, scheme, x.dtype).reshape(*x.shape[:-1], packed.shape[0])
+
+
+def codes_product(
+    codes: Tensor, scales: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """``(codes * scales) @ W.T + bias``: ``codes`` [M, K] of the format of the weight, ``scales`` [M], or [1] for all tokens."""
+    from .eights import eights
+
+    (m, k), n = codes.shape, packed.shape[0]
+    y = torch.empty(m, n, dtype=dtype, device=codes.device)
+    if not y.numel():
+        return y
+    how = decoding(scheme.format)
+    packed = packed if packed.stride(1) == 1 else packed.contiguous()
+    config = dict(block("eights", codes.device, scheme, dtype, m, n, k))
+    with on_device(codes.device):
+        eights[(-(-m // config["BLOCK_M"]) * -(-n // config["BLOCK_N"]),)](
+            codes, scales, packed, scale, y if bias is None else bias.contiguous(), y, m, n, k,
+            codes.stride(0), packed.stride(0), scale.stride(0),
+            IS_FLOAT=how.kind == FLOATS, MANTISSA=how.mantissa, SPECIAL=how.special, FACTOR=how.factor,
+            HAS_BIAS=bias is not None, ONE_SCALE=scales.numel() == 1, EVEN=k % config["BLOCK_K"] == 0,
+            EARLY=starts_early(codes.device), **config, **launch_options(codes.device),
+        )  # fmt: skip
+    return y
+
+
+def _refusal(call: Call) -> str | None:
+    wanted = Scheme(call.scheme.format, scale="fp32")
+    if call.activation != wanted:
+        return f"activation: takes {wanted}, got {call.activation}"
+    return None if 1 <= call.k <= _MOST_COLUMNS else f"K: takes 1..{_MOST_COLUMNS}, got {call.k}"
+
+
+def _the_row(size: int) -> str | None:
+    return None if size == -1 else "takes the row"
+
+
+def _interpreted(
+    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None,
+    scheme: Scheme, activation: Scheme, input_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """:func:`eights_linear` in the interpreter, where bfloat16 is widened, which is exact, and the result rounded by torch."""
+    wide = None if bias is None else bias.float()
+    return eights_linear(x.float(), packed, scale.float(), zero, outer, wide, scheme, activation, input_scale).to(x.dtype)
+
+
+for _format in ("int8", "fp8_e4m3fn"):
+    _row = register(
+        Kernel(
+            f"triton_{_format}_{_format}",
+            "quantized_linear",
+            eights_linear,
+            "exact",
+            devices=frozenset({"cuda", "xpu"}),
+            formats=frozenset({_format}),
+            zero_points=frozenset({"none"}),
+            scales=ALL_PLAIN_SCALES,
+            groups=_the_row,
+            dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+            m=(1, None),
+            available=compiles,
+            also=_refusal,
+            tiles=((16, 32, 256), (64, 64, 128), (128, 128, 128)),
+        )
+    )
+    _few: dict[str, Any] = {"m": (1, 17), "tiles": _row.tiles[:1]}
+    register(dataclasses.replace(_row, name=f"{_row.name}_interpreted", run=_interpreted, **_few, **ON_A_CPU))

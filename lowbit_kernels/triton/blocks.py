@@ -1,0 +1,200 @@
+"""The blocks that each kernel works in: what was measured on this machine, what is shipped for its GPU, else a rule.
+
+Nothing here measures; ``lowbit tune`` does, and only when it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from functools import lru_cache
+
+import torch
+
+from lowbit.scheme import Scheme
+
+from . import tables
+from .decodings import FLOATS, INTEGERS, decoding
+
+__all__ = ["KERNELS", "Block", "block", "bucket", "candidates", "fixed", "is_block", "key", "narrow", "rule", "takes_wide"]
+
+Block = Mapping[str, int]
+KERNELS = ("gemv", "gemm", "eights")
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # of M, by their largest; one for all above them
+_FIELDS = {
+    "gemv": ({"ROWS", "WORDS", "num_warps"}, {"ROWS", "QUADS", "num_warps"}),
+    "gemm": ({"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS"},),
+    "eights": ({"BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "STAGES"},),
+}
+_MOST = {"num_warps": 16, "STAGES": 8, "PARTS": 64}
+_PROCESSORS = 132  # multiprocessors, of an H200
+
+_fixed: ContextVar[tuple[str, Block] | None] = ContextVar("lowbit_fixed_block", default=None)
+
+
+def block(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int) -> Block:
+    """The block that ``kernel`` takes for ``m`` rows of x of ``dtype`` and a weight [n, k]."""
+    given = _fixed.get()
+    if given is not None and given[0] == kernel:
+        return given[1]
+    return _chosen(kernel, device, scheme, dtype, m, n, k)
+
+
+@lru_cache(maxsize=4096)
+def _chosen(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int) -> Block:
+    if dtype != torch.float32:
+        measured = tables.measured(device)
+        for name in (key(kernel, scheme, m, n, k), key(kernel, scheme.bits, m, n, k)):
+            if (found := measured.get(name)) is not None and is_block(kernel, found):
+                return found
+    return rule(kernel, scheme, dtype, m, n, k)
+
+
+@contextlib.contextmanager
+def fixed(kernel: str, chosen: Block) -> Iterator[None]:
+    """Within the block ``kernel`` takes ``chosen`` whatever the call (in this thread)."""
+    token = _fixed.set((kernel, chosen))
+    try:
+        yield
+    finally:
+        _fixed.reset(token)
+
+
+def forget() -> None:
+    """Read the tables anew: what was measured since is taken from now on."""
+    tables.measured.cache_clear()
+    _chosen.cache_clear()
+
+
+def key(kernel: str, weight: Scheme | int, m: int, n: int, k: int) -> str:
+    """What a block is kept under: the scheme or the bits of the weight, the bucket of M, and the powers of two at or above N and
+    K."""
+    of = f"{weight}bits" if isinstance(weight, int) else str(weight)
+    return f"{kernel} {of} m{bucket(m)} {_power_above(n)}x{_power_above(k)}"
+
+
+def bucket(m: int) -> int:
+    """The largest M of the bucket of ``m``; 0 for the one above all of them."""
+    return next((most for most in BUCKETS if m <= most), 0)
+
+
+def _power_above(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def is_block(kernel: str, found: object) -> bool:
+    """Whether ``found`` is a block that ``kernel`` can take: anything may stand in a file."""
+    if kernel not in _FIELDS or not isinstance(found, Mapping) or set(found) not in _FIELDS[kernel]:
+        return False
+    for name, size in found.items():
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST.get(name, 2048):
+            return False
+        if name not in ("STAGES", "PARTS") and size & (size - 1):
+            return False
+    return kernel == "gemv" or all(found[name] >= 8 for name in found if name.startswith("BLOCK") or name == "WORDS")
+
+
+# ---- rules -------------------------------------------------------------------------------------------------------
+
+
+def rule(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int) -> Block:
+    """What was good on an H200 for such shapes, where no table says more."""
+    if kernel == "gemv":
+        return _wide(n, k) if takes_wide(scheme, dtype, k) else narrow(n, k)
+    return _gemm(m, n, k, dtype) if kernel == "gemm" else _eights(m)
+
+
+def takes_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
+    """Whether a row of x can meet sixteen bytes a thread: codes of four bits whose groups are whole such pieces. In float32 x
+    would lose bits when it is divided by a power of two."""
+    how = decoding(scheme.format)
+    plain = how.kind == INTEGERS or (how.kind == FLOATS and how.special == 0 and how.mantissa <= 1)
+    group = 0 if scheme.group(k) >= k else scheme.group_size
+    whole = scheme.bits == 4 and k % 32 == 0 and group % 32 == 0
+    return plain and whole and dtype != torch.float32 and scheme.zero_point != "float"
+
+
+def _wide(n: int, k: int) -> Block:
+    quads = max(k // 32, 1)
+    warps = 4 if quads >= 128 else 2 if quads >= 64 else 1
+    return {"ROWS": 4 if n >= 4096 else 2 if n >= 2048 else 1, "QUADS": 32 * warps, "num_warps": warps}
+
+
+def narrow(n: int, k: int) -> Block:
+    """For one row of x and a word a thread, which any scheme and any K can have."""
+    words = -(-k // 8)
+    warps = 4 if words >= 128 else 2 if words >= 64 else 1
+    wide = 2 if words >= 64 * warps else 1
+    rows = 4 if n >= 4096 else 2 if n >= 2048 else 1
+    return {"ROWS": rows, "WORDS": 32 * warps * wide, "num_warps": warps}
+
+
+def _gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Block:
+    if dtype == torch.float32:  # products on the ordinary cores: a block holds what fits their registers
+        return {"BLOCK_M": 16 if m <= 16 else 32, "BLOCK_N": 32, "WORDS": 16, "num_warps": 4, "STAGES": 1, "PARTS": 1}
+    if m == 1:
+        block_m, block_n, warps, stages, each = 8, 32, 1, 3, 8
+    elif m <= 16:
+        block_m, block_n, warps, stages, each = (8 if m <= 8 else 16), 64, 2, (3 if m <= 8 else 4), 8
+    elif m <= 64:
+        block_m, block_n, warps, stages, each = (32 if m <= 32 else 64), 128, 4, 3, 2
+    else:  # of an expert's rows there may be any number
+        block_m, block_n, warps, stages, each = 128, 128, 8, 2, 2
+    tiles = -(-n // block_n) * -(-m // block_m)
+    parts = max(1, min(8, each * _PROCESSORS // tiles, k // 1024))  # blocks enough for several to share a processor
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
+
+
+def _eights(m: int) -> Block:
+    if m <= 16:
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256, "num_warps": 4, "STAGES": 4}
+    if m <= 64:
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "STAGES": 4}
+    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "STAGES": 3}
+
+
+# ---- candidates --------------------------------------------------------------------------------------------------
+
+
+def candidates(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int) -> list[Block]:
+    """The blocks that are worth a measurement, the rule's first."""
+    first = dict(rule(kernel, scheme, dtype, m, n, k))
+    if kernel == "gemv":
+        others = _gemv_candidates(scheme, dtype, n, k)
+    elif kernel == "gemm":
+        others = _gemm_candidates(m, n, k)
+    else:
+        others = _eights_candidates(m)
+    return [first, *(other for other in others if other != first)]
+
+
+def _gemv_candidates(scheme: Scheme, dtype: torch.dtype, n: int, k: int) -> Iterator[dict[str, int]]:
+    rows = [size for size in (4, 8, 2, 1, 16) if size <= max(n, 1)]
+    for name, each in (("QUADS", 32), ("WORDS", 8)):
+        if name == "QUADS" and not takes_wide(scheme, dtype, k):
+            continue
+        most = max(32, _power_above(-(-k // each)))
+        for warps, times, size in itertools.product((4, 2, 8, 1), (1, 2), rows):
+            if 32 * warps * times <= most:
+                yield {"ROWS": size, name: 32 * warps * times, "num_warps": warps}
+
+
+def _gemm_candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
+    block_m = min(128, max(8, _power_above(m)))
+    sizes = ((32, 1), (64, 2), (64, 4), (16, 1), (128, 4)) if block_m <= 16 else ((128, 4), (64, 4), (128, 8), (256, 8))
+    seen = set()
+    for each, stages, (block_n, warps) in itertools.product((8, 4, 2, 16), (3, 4, 5, 2), sizes):
+        tiles = -(-n // block_n) * -(-m // block_m)
+        parts = max(1, min(16, each * _PROCESSORS // tiles, k // 512))
+        if (found := (block_n, warps, stages, parts)) not in seen:
+            seen.add(found)
+            yield {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
+
+
+def _eights_candidates(m: int) -> Iterator[dict[str, int]]:
+    block_m = min(128, max(16, _power_above(m)))
+    for (block_n, warps), block_k, stages in itertools.product(((32, 4), (64, 4), (128, 4), (128, 8)), (128, 256), (3, 4)):
+        if block_m * block_n >= 64 * 32 * warps or block_n <= 64:
+            yield {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "STAGES": stages}

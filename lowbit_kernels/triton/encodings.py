@@ -1,0 +1,78 @@
+"""How a kernel finds the code nearest to a number: read off the format's table, as :mod:`.decodings` is."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import Format, format_named
+
+from .decodings import FLOATS, INTEGERS, TABLE, decoding
+
+__all__ = ["Encoding", "encoding", "steps_of"]
+
+_MOST = 16  # numbers of a table that is searched one by one
+
+
+class Encoding(NamedTuple):
+    """``INTEGERS``: ``low`` to ``high`` times the format's step, 1 over ``inverse``. ``FLOATS``: so many bits of ``mantissa``;
+    ``first``, the least normal exponent as float32 stores it; ``high``, the largest number; ``nan``, its code or -1.
+    ``TABLE``: ``size`` numbers, searched."""
+
+    kind: int
+    mantissa: int = 0
+    first: int = 0
+    inverse: float = 1.0
+    low: float = 0.0
+    high: float = 0.0
+    nan: int = -1
+    size: int = 0
+
+    @property
+    def constants(self) -> dict[str, int | float]:
+        """What :func:`.rounding.nearest` takes."""
+        return {
+            "KIND": self.kind, "MANTISSA": self.mantissa, "FIRST": self.first, "INVERSE": self.inverse,
+            "LOW": self.low, "HIGH": self.high, "NAN": self.nan, "COUNT": self.size,
+        }  # fmt: skip
+
+
+def encoding(name: str) -> Encoding | None:
+    """The encoding of the format called ``name``; None where no kernel rounds to it."""
+    return _encoding(format_named(name))
+
+
+@lru_cache(maxsize=256)
+def _encoding(fmt: Format) -> Encoding | None:
+    how = decoding(fmt.name)
+    if how.kind == INTEGERS and fmt.step is not None and fmt.nan is None:
+        return Encoding(INTEGERS, inverse=1 / fmt.step, low=fmt.min / fmt.step, high=fmt.max / fmt.step)
+    # The sign of what rounds to zero is kept, and of codes that are never produced there are none below the largest number.
+    if how.kind == FLOATS and not fmt.unused and fmt.negative_zero is not None and fmt.max < 2.0**64:
+        least = round(math.log2(how.factor)) + 1
+        if least + 23 - how.mantissa > 0:
+            nan = -1 if fmt.nan is None else fmt.nan
+            return Encoding(FLOATS, mantissa=how.mantissa, first=least, high=fmt.max, nan=nan)
+    if how.kind in (TABLE, INTEGERS) and len(fmt.numbers) <= _MOST and fmt.nan is None and fmt.negative_zero is None:
+        return Encoding(TABLE, size=len(fmt.numbers))
+    return None
+
+
+_steps: dict[tuple[str, torch.device], tuple[Format, Tensor, Tensor]] = {}
+
+
+def steps_of(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Between which numbers the codes of a format change (float32), and the codes in the order of their numbers (uint8): kept,
+    so that a CUDA graph can capture their use."""
+    known = _steps.get((name, device))
+    if known is None or known[0] is not format_named(name):
+        fmt = format_named(name)
+        with torch.inference_mode(False), torch.no_grad():
+            thresholds = torch.tensor([*fmt._thresholds(torch.float32), math.inf], dtype=torch.float32, device=device)
+            order = torch.tensor([code for _, code in fmt._grid], dtype=torch.uint8, device=device)
+        known = _steps[name, device] = (fmt, thresholds, order)
+    return known[1], known[2]

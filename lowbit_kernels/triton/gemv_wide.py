@@ -1,0 +1,146 @@
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: N803 - compile-time constants of a kernel are written in capitals
+"""One row of x times codes of four bits, sixteen bytes a thread: exact numbers times x in float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codes import _INTEGERS, eight, scale_of
+
+
+@triton.jit
+def _four(words):
+    """``words`` [R, 4 B] as four tensors [R, B]: every fourth column."""
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _place(j: tl.constexpr):
+    """Where field ``j`` lies when it is taken: fields 0 to 4 where they are, the others after a shift of 12 bits."""
+    return 4 * j if j < 5 else 4 * j - 12
+
+
+@triton.jit
+def _integers(part, words, xs, zeros, magic):
+    """``part`` plus the codes of ``words`` less their zero points, times ``xs``.
+
+    A field that is not moved is the last bits but 4 j of 2**23 + 2**(4 j) code; ``xs`` are divided by as much.
+    """
+    shifted = words >> 12
+    for j in tl.static_range(8):
+        field = (words if j < 5 else shifted) & (15 << _place(j))
+        part += ((field | magic).to(tl.float32, bitcast=True) - zeros[j if j < 5 else j - 3]) * xs[j][None, :]
+    return part
+
+
+_BOTH_HALVES = tl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }")
+
+
+@triton.jit
+def _halves(both, ON_CUDA: tl.constexpr):
+    """The lower and the upper float16 of each word, as float32."""
+    if ON_CUDA:  # else the compiler moves the upper one down before it converts
+        low, high = tl.inline_asm_elementwise(
+            _BOTH_HALVES, "=f,=f,r", [both], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+        )
+    else:
+        low = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _floats(part, words, xs, MANTISSA: tl.constexpr, ON_CUDA: tl.constexpr):
+    """``part`` plus the floats of ``words`` times ``xs``, two at a time by way of float16, 2**14 times too small."""
+    low: tl.constexpr = 10 - MANTISSA
+    for j in tl.static_range(4):
+        sign = words if j == 3 else words << (12 - 4 * j)
+        size = words << (low - 4 * j) if low >= 4 * j else words >> (4 * j - low)
+        both = (sign & -2147450880) | (size & (0x00070007 << low))  # -2147450880: 0x80008000
+        first, second = _halves(both, ON_CUDA)
+        part += first * xs[j][None, :]
+        part += second * xs[j + 4][None, :]
+    return part
+
+
+@triton.jit(do_not_specialize=["magic"])
+def gemv_wide(
+    x_ptr, packed_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr,
+    N, K, magic, stride_packed, stride_scale, stride_zero,
+    KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr,
+    SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr, EARLY: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """ROWS numbers of ``y``: QUADS times four words of each row at a time. K, and GROUP if it is not 0 (one scale a row), are
+    multiples of 32; rows lie at multiples of 16 bytes."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n_mask = n < N
+    row = n.to(tl.int64)
+    rows = (packed_ptr + row * stride_packed).to(tl.pointer_type(tl.int32))
+    at, each = tl.arange(0, QUADS), tl.arange(0, 4 * QUADS)
+    nothing = magic - 0x4B000000
+    column = tl.arange(0, 8)
+    total = tl.zeros([ROWS, QUADS], tl.float32)
+    for first in range(0, K, 32 * QUADS):
+        quad = first // 32 + at
+        word = first // 8 + each
+        mask, mask_words = n_mask[:, None], n_mask[:, None]
+        if not EVEN:
+            mask, mask_words = mask & (quad * 32 < K)[None, :], mask & (word * 8 < K)[None, :]
+        words = _four(tl.load(rows[:, None] + word[None, :], mask=mask_words, other=0))
+        if GROUP > 0:
+            group = tl.max_contiguous(quad // (GROUP // 32) + nothing, QUADS)[
+                None, :
+            ]  # not so, but it keeps the threads in a row
+            stored = tl.load(scale_ptr + row[:, None] * stride_scale + group, mask=mask, other=0)
+        if ZERO == 1:
+            if GROUP > 0:
+                zero = tl.load(zero_ptr + row[:, None] * stride_zero + group, mask=mask, other=0).to(tl.int32)
+            else:
+                zero = tl.load(zero_ptr + row * stride_zero, mask=n_mask, other=0).to(tl.int32)[:, None]
+        else:
+            zero = tl.full([1, 1], FLIP, tl.int32)
+        zeros = ((zero + magic).to(tl.float32, bitcast=True),)
+        for j in tl.static_range(1, 5):
+            zeros = zeros + (((zero << (4 * j)) + magic).to(tl.float32, bitcast=True),)  # type: ignore[assignment] # noqa: RUF005
+        if EARLY:
+            tl.extra.cuda.gdc_wait()  # the first time; then it has nothing to wait for
+        part = tl.zeros([ROWS, QUADS], tl.float32)
+        for t in tl.static_range(4):
+            there_x = x_ptr + (quad * 32 + t * 8)[:, None] + column[None, :]
+            if EVEN:
+                x = tl.load(there_x)
+            else:
+                x = tl.load(there_x, mask=(quad * 32 < K)[:, None], other=0.0)
+            xs = eight(x.to(tl.float32))
+            if KIND == _INTEGERS:
+                scaled = (xs[0],)
+                for j in tl.static_range(1, 8):
+                    scaled = scaled + (xs[j] * (1.0 / (1 << _place(j))),)  # type: ignore[assignment] # noqa: RUF005
+                part = _integers(part, words[t] ^ -2004318072 if FLIP == 8 else words[t], scaled, zeros, magic)
+            else:
+                part = _floats(part, words[t], xs, MANTISSA, ON_CUDA)
+        if GROUP > 0:
+            part *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
+        total += part
+    y = tl.sum(total, axis=1)
+    if KIND == _INTEGERS:
+        y *= FACTOR
+    else:
+        y *= FACTOR / 5192296858534827628530496329220096.0  # 2**112: the exponent's bias is 15, and not 127
+    if GROUP == 0:
+        stored = tl.load(scale_ptr + row * stride_scale, mask=n_mask, other=0)
+        y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
+    if HAS_OUTER:
+        y *= tl.load(outer_ptr)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=n_mask)

@@ -1,0 +1,171 @@
+"""Rows that round to nearest: weights as they are quantized, and activations with a scale a token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import FORMATS
+from lowbit.packing import packed_size
+from lowbit.scales import outer_scale
+from lowbit.scheme import PLAIN_SCALES, Scheme
+
+from .. import reference
+from ..registry import Call, Kernel, register
+from .decodings import FLOATS, decoding
+from .encodings import Encoding, encoding, steps_of
+from .linear import ON_A_CPU, compiles, on_device
+
+__all__ = ["quantize", "round_rows"]
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_WORDS = 2048  # of eight numbers, that a block holds at most
+_MOST_COLUMNS = 1 << 18  # of a group: blocks of them stand one behind the other in the kernel
+_MOST_GROUPS = 65535  # of a row: the second axis of a grid
+_ELEMENTS = 4096  # numbers a block has where rows are short
+
+
+def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Packed codes, scales, zero points and outer scale of ``w`` [..., N, K], the same bytes as the reference's.
+
+    That one takes other methods than the whole range, and weights that it may refuse.
+    """
+    *lead, n, k = w.shape
+    if method != "range" or w.numel() == 0:
+        return reference.quantize(w, scheme, method)
+    rows, outer = w.reshape(-1, k), None
+    if scheme.outer:
+        low, high = torch.aminmax(w.reshape(math.prod(lead), n * k), dim=1)
+        outer = outer_scale(torch.maximum(-low, high).abs().float(), scheme)
+    packed, scale, zero, refused = _quantized(rows, scheme, None, outer, n)
+    # In float32 the reference looks at no scale either, and waiting for the device would break a CUDA graph.
+    if scheme.scale != "fp32" and bool(refused):
+        return reference.quantize(w, scheme, method)
+    shape = (*lead, n, scale.shape[-1])
+    return (
+        packed.view(*lead, n, -1), scale.view(shape), None if zero is None else zero.view(shape),
+        None if outer is None else outer.reshape(lead),
+    )  # fmt: skip
+
+
+def round_rows(x: Tensor, activation: Scheme, fixed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes [M, K] of eight bits of ``x`` [M, K] and their scales [M], float32; ``fixed``: one scale for all."""
+    if fixed is None:
+        codes, scale, _, _ = _quantized(x, activation, None, None, 1)
+        return codes, scale.view(-1)
+    codes, scale, _, _ = _quantized(x, activation, fixed.reshape(1).to(torch.float32), None, 1)
+    return codes, scale
+
+
+def _quantized(
+    x: Tensor, scheme: Scheme, fixed: Tensor | None, outer: Tensor | None, n: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Codes, scales and zero points of ``x`` [R, K], and whether the reference may refuse it; ``n`` rows share an outer scale."""
+    from .quantize import quantize as kernel
+
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (r, k), device, groups = x.shape, x.device, scheme.groups(x.shape[1])
+    packed = torch.empty(r, packed_size(scheme.bits, k), dtype=torch.uint8, device=device)
+    scale = torch.empty(r, groups, dtype=scheme.scale_dtype, device=device) if fixed is None else fixed
+    zero = None if scheme.zero_point_dtype is None else torch.empty_like(scale, dtype=scheme.zero_point_dtype)
+    # What nobody reads need not be cleared, which would be a launch of its own.
+    refused = (torch.empty if scheme.scale == "fp32" else torch.zeros)(1, dtype=torch.int32, device=device)
+    config = quantize_config(r, k, scheme.group(k) if groups > 1 else 0)
+    with on_device(device):
+        kernel[-(-r // config["ROWS"]), groups](
+            x, scale if fixed is None else fixed, refused if outer is None else outer, *steps_of(scheme.format, device),
+            packed, _as_bits(scale), _as_bits(scale if zero is None else zero), refused,
+            r, n, k, x.stride(0), packed.stride(0), groups,
+            **constants(scheme), GROUP=scheme.group_size if groups > 1 else 0, IS_FIXED=fixed is not None,
+            ALIGNED=k % 8 == 0 and packed.stride(0) % 4 == 0, enable_fp_fusion=False, **config,
+        )  # fmt: skip
+    return packed, scale, zero, refused
+
+
+def _as_bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def quantize_config(r: int, k: int, group: int) -> dict[str, int]:
+    """Rows, words and warps of a block; ``group``: 0, the whole row."""
+    most = _power_above(-(-(group or k) // 8))
+    words = min(most, _WORDS)
+    rows = max(1, min(_ELEMENTS // (8 * words), _power_above(r)))
+    return {"ROWS": rows, "WORDS": words, "STEPS": most // words, "num_warps": max(1, min(16, rows * words // 128))}
+
+
+def _power_above(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+@lru_cache(maxsize=256)
+def constants(scheme: Scheme) -> dict[str, Any]:
+    """The compile-time constants that the kernel takes from the scheme."""
+    how, fmt = encoding(scheme.format), scheme.fmt
+    assert how is not None, "the row refuses such a format"
+    scale, as_number = Encoding(FLOATS), None
+    if scheme.scale not in (*PLAIN_SCALES, "e8m0"):
+        found, as_number = encoding(scheme.scale), decoding(scheme.scale)
+        assert found is not None
+        scale = found
+    symmetric = scheme.zero_point == "none"
+    reach = fmt.symmetric_max if symmetric else fmt.max
+    power_of = fmt.symmetric_max if symmetric else fmt.max / 2
+    return {
+        "BITS": scheme.bits, **how.constants,
+        "SCALE": scheme.scale if scheme.scale in (*PLAIN_SCALES, "e8m0") else "codes",
+        "SCALE_MANTISSA": scale.mantissa, "SCALE_FIRST": scale.first, "SCALE_HIGH": scale.high,
+        "SCALE_SPECIAL": 0 if as_number is None else as_number.special,
+        "SCALE_FACTOR": 1.0 if as_number is None else as_number.factor,
+        "EMAX": math.frexp(power_of)[1] - 1, "REACH": reach,
+        "ZERO": {"none": 0, "int": 1, "float": 2}[scheme.zero_point], "HAS_OUTER": scheme.outer,
+    }  # fmt: skip
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------
+
+
+def _groups(size: int) -> str | None:
+    fits = size == -1 or (size % 8 == 0 and size <= 8 * _WORDS)
+    return None if fits else f"takes -1 (the whole row) and multiples of 8 up to {8 * _WORDS}"
+
+
+def _refusal(call: Call) -> str | None:
+    """Formats and scales that are searched for, since anyone may add some, and rows that are too long."""
+    if call.scheme.groups(call.k) > _MOST_GROUPS or call.scheme.group(call.k) > _MOST_COLUMNS:
+        return f"K: takes {_MOST_GROUPS} groups, and {_MOST_COLUMNS} columns in one, got {call.k}"
+    if encoding(call.scheme.format) is None:
+        return f"format: takes integers, floats and short tables, got {call.scheme.format}"
+    if (name := call.scheme.scale) in (*PLAIN_SCALES, "e8m0"):
+        return None
+    how = encoding(name)
+    fits = how is not None and how.kind == FLOATS and FORMATS[name].bits == 8
+    return None if fits else f"scale: takes plain ones, e8m0 and floats of eight bits, got {name}"
+
+
+_QUANTIZE = Kernel(
+    "triton_quantize",
+    "quantize",
+    quantize,
+    "round to nearest",
+    devices=frozenset({"cuda", "xpu"}),
+    formats=frozenset(name for name in FORMATS if encoding(name) is not None),
+    groups=_groups,
+    dtypes=_DTYPES,
+    available=compiles,
+    also=_refusal,
+)
+
+
+def _interpreted(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """:func:`quantize` in the interpreter, where numbers of 16 bits are widened first, which is exact."""
+    return quantize(w.float(), scheme, method)
+
+
+register(_QUANTIZE)
+register(dataclasses.replace(_QUANTIZE, name="triton_quantize_interpreted", run=_interpreted, **ON_A_CPU))
