@@ -55,7 +55,7 @@ class NoKernelError(RuntimeError):
 @dataclass(frozen=True)
 class Call:
     """What a kernel is chosen by. ``m``, ``n``, ``k``: rows of x, rows and columns of the weight. ``activation``: what x is
-    rounded to, in a quantized_linear."""
+    rounded to, in a quantized_linear. ``method``: how scales are chosen, in a quantize."""
 
     op: str
     device: str
@@ -67,6 +67,7 @@ class Call:
     n: int
     k: int
     activation: Scheme | None = None
+    method: str | None = None
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "../decode.h"
@@ -313,13 +315,65 @@ void multiply_floats(Linear& a, const Numbers& x, int64_t groups, const Instruct
   });
 }
 
+// The bits of a row's largest magnitude below those of infinity and NaN; the numbers of 16 bits as they are stored.
+template <typename Bits>
+Bits largest_of(const void* row, int64_t k) {
+  constexpr Bits magnitude = static_cast<Bits>(-1) >> 1;
+  const Bits* numbers = static_cast<const Bits*>(row);
+  std::make_signed_t<Bits> largest = 0;
+  for (int64_t i = 0; i < k; i++) {
+    const auto bits = static_cast<std::make_signed_t<Bits>>(numbers[i] & magnitude);
+    largest = bits > largest ? bits : largest;
+  }
+  return static_cast<Bits>(largest);
+}
+
+// Rows of x whose products would sink into subnormal numbers, times powers of two: `most` of a row is 2^-64 at least, or 0.
+struct Raised {
+  static constexpr int least = -64;
+  std::unique_ptr<float[]> numbers;       // [m, k], where a row is raised
+  float back[most_rows];                  // what the sums of a row are multiplied by
+  Raised(const Numbers& x, int64_t m, int64_t k) {
+    std::fill(back, back + most_rows, 1.0f);
+    if (x.stored == Stored::float16) return;  // of which none is so small
+    int up[most_rows] = {};
+    bool any = false;
+    for (int64_t row = 0; row < m; row++) {
+      const float most = of_row(x, row);
+      if (most > 0 && most < std::ldexp(1.0f, least)) up[row] = least - std::ilogb(most), any = true;
+    }
+    if (!any) return;
+    numbers.reset(new float[m * k]);
+    for (int64_t row = 0; row < m; row++) {
+      const float times = std::ldexp(1.0f, up[row]);
+      back[row] = std::ldexp(1.0f, -up[row]);
+      for (int64_t i = 0; i < k; i++) numbers[row * k + i] = times * at(x, row * x.stride + i);
+    }
+  }
+
+ private:
+  static float at(const Numbers& x, int64_t i) {
+    return x.stored == Stored::float32 ? static_cast<const float*>(x.data)[i]
+                                       : lowbit::bfloat16_to_float(static_cast<const uint16_t*>(x.data)[i]);
+  }
+  static float of_row(const Numbers& x, int64_t row) {
+    float most;
+    if (x.stored == Stored::float32) {
+      const uint32_t bits = largest_of<uint32_t>(static_cast<const float*>(x.data) + row * x.stride, x.stride);
+      std::memcpy(&most, &bits, sizeof most);
+      return most;
+    }
+    return lowbit::bfloat16_to_float(largest_of<uint16_t>(static_cast<const uint16_t*>(x.data) + row * x.stride, x.stride));
+  }
+};
+
 // Rounded to nearest even; what a float cannot be rounded to becomes infinity, NaN stays NaN.
 template <typename T>
-void finish_rows(const Linear& a, const Numbers* bias, T* out, int64_t begin, int64_t end) {
+void finish_rows(const Linear& a, const Numbers* bias, const float* back, T* out, int64_t begin, int64_t end) {
   const float* sums = a.y;
   for (int64_t m = 0; m < a.m; m++)
     for (int64_t n = begin; n < end; n++) {
-      float sum = sums[m * a.n + n];
+      float sum = sums[m * a.n + n] * (back ? back[m] : 1.0f);
       if (bias) {
         const uint16_t* halves = static_cast<const uint16_t*>(bias->data);
         sum += bias->stored == Stored::float32    ? static_cast<const float*>(bias->data)[n]
@@ -417,10 +471,11 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
   const Numbers* add = bias ? &bias_numbers : nullptr;
   void* out = y.mutable_data_ptr();
   const ScalarType type = y.scalar_type();
+  const float* back = nullptr;
   const auto finish = [&](int64_t begin, int64_t end) {
-    if (type == ScalarType::BFloat16) return finish_rows(a, add, static_cast<c10::BFloat16*>(out), begin, end);
-    if (type == ScalarType::Half) return finish_rows(a, add, static_cast<c10::Half*>(out), begin, end);
-    return finish_rows(a, add, static_cast<float*>(out), begin, end);
+    if (type == ScalarType::BFloat16) return finish_rows(a, add, back, static_cast<c10::BFloat16*>(out), begin, end);
+    if (type == ScalarType::Half) return finish_rows(a, add, back, static_cast<c10::Half*>(out), begin, end);
+    return finish_rows(a, add, back, static_cast<float*>(out), begin, end);
   };
   if (given)
     STD_TORCH_CHECK(digits == 1 && given->is_cpu() && given->numel() == 1 && given->scalar_type() == ScalarType::Float,
@@ -437,6 +492,9 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
     out = static_cast<char*>(first) + m * n * bytes;
     Numbers some = x_numbers;
     some.data = static_cast<const char*>(x_numbers.data) + m * row * bytes;
+    const Raised raised(some, a.m, row);
+    if (raised.numbers) some.data = raised.numbers.get(), some.stored = Stored::float32;
+    back = raised.back;
     const InstructionSet& set = instruction_set(instructions);
     if (set.name != instruction_set("").name || !multiply_steps(a, some, finish))
       multiply_floats(a, some, weight.groups, set, finish);
