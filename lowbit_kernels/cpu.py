@@ -111,6 +111,11 @@ def _are_small_integers(fmt: Format) -> bool:
     return scaled in ([(c ^ half) - half for c in range(2 * half)], list(range(2 * half)))
 
 
+def _dots_from(least: int) -> Callable[[Call], str | None]:
+    """Rows of x from which the products of many are quicker, where the processor has them for its dtype."""
+    return lambda call: "cpu_dots" if call.m >= least else None
+
+
 _OF_DIGITS = Kernel(
     "cpu_digits",
     "linear",
@@ -131,6 +136,7 @@ register(
         name="cpu_two_digits",
         run=two_digits_linear,
         contract="two digits",
+        quicker=_dots_from(11),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
     )
 )
@@ -178,6 +184,7 @@ register(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         m=(1, 8),
+        quicker=_dots_from(5),
         tiles=((8, 8, 32),),
         available=available,
     )

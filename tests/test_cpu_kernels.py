@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lowbit import QTensor, strict
 from lowbit.formats import FORMATS, Float
+from lowbit.packing import pack
 from lowbit.scheme import PLAIN_SCALES, Scheme
-from lowbit_kernels import cpu, reference
+from lowbit_kernels import cpu, cpu_panels, reference
 from lowbit_kernels.registry import kernels, trace
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=cpu.available() or "")
@@ -44,6 +45,7 @@ SCHEMES = (
     Scheme("fp6_e3m2", 32, scale="e8m0"),
     Scheme("nf4", 64),
 )
+POWERS = tuple(Scheme(name, 32, scale="e8m0") for name in ("fp4_e2m1", "fp8_e5m2", "mxint8", "nf4", "int4", "int6"))
 Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -365,8 +367,44 @@ def test_quantize_runs_what_the_receipt_says(
         assert "must be finite" in str(found)
 
 
+@pytest.mark.skipif(cpu_panels._dots_available() is not None, reason=cpu_panels._dots_available() or "")
+@given(
+    scheme=st.sampled_from(SCHEMES),
+    shape=st.tuples(st.integers(1, 70), st.integers(1, 40), st.integers(1, 4200)),
+    bias=st.sampled_from((None, torch.float32, torch.bfloat16, torch.float16)),
+    exponent=st.integers(-130, 90),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=100, deadline=None)
+def test_dots_of_any_shape(
+    scheme: Scheme, shape: tuple[int, int, int], bias: torch.dtype | None, exponent: int, seed: int
+) -> None:
+    m, n, k = shape
+    random = torch.Generator().manual_seed(seed)
+    parts, w = weight(scheme, n, k)
+    x = (torch.randn(m, k, generator=random) * 2.0**exponent).bfloat16()
+    shift = None if bias is None else torch.randn(n, generator=random).to(bias)
+    exact = x.double() @ w.mT + (0 if shift is None else shift.double())
+    y = cpu_panels.dots_linear(x, *parts, shift, scheme)
+    bound = linear_bound("weights rounded once", x.double(), w, None if shift is None else shift.double(), exact, torch.bfloat16)
+    assert y.shape == exact.shape
+    assert ((y.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.skipif(cpu_panels._dots_available() is not None, reason=cpu_panels._dots_available() or "")
+@pytest.mark.parametrize(("scheme", "least"), [("int4", 11), ("fp8", 5), ("nf4", 5), ("mxfp8", 5)])
+def test_many_rows_of_bfloat16_take_dots(scheme: str, least: int) -> None:
+    q = QTensor.quantize(torch.randn(8, 256, generator=torch.Generator().manual_seed(0)), scheme)
+    for m, dtype in ((least - 1, torch.bfloat16), (least, torch.float16), (least, torch.bfloat16), (300, torch.bfloat16)):
+        with trace() as record:
+            torch.nn.functional.linear(torch.ones(m, 256, dtype=dtype), q)
+        assert ([*record.kernels()] == ["cpu_dots"]) == (m >= least and dtype == torch.bfloat16)
+    with strict("cpu_panels"):
+        torch.nn.functional.linear(torch.ones(9, 256, dtype=torch.bfloat16), q)
+
+
 @pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
-@pytest.mark.parametrize("scheme", [*SCHEMES, *(Scheme(f"uint{b}", 16, "int") for b in range(1, 9))], ids=str)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *POWERS, *(Scheme(f"uint{b}", 16, "int") for b in range(1, 9))], ids=str)
 def test_panels_are_the_numbers_of_the_reference(scheme: Scheme, instructions: str) -> None:
     ranks = ["portable", "avx2", "avx512"]
     if ranks.index(instructions) > ranks.index(torch.ops.lowbit_cpu.instructions()):
@@ -386,3 +424,24 @@ def test_nothing_to_do() -> None:
     assert linear(torch.empty(0, 64), parts, scheme).shape == (0, 4)
     empty = (parts[0][:, :0], parts[1][:, :0], None, None)
     assert torch.equal(linear(torch.empty(2, 0), empty, scheme), torch.zeros(2, 4))
+
+
+@given(
+    scheme=st.sampled_from([s for s in (*SCHEMES, *POWERS) if s.scale == "e8m0"]),
+    k=st.sampled_from((32, 70, 300)),
+    least=st.integers(0, 255),
+    width=st.sampled_from((0, 3, 255)),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=200, deadline=None)
+def test_panels_of_any_powers_of_two(scheme: Scheme, k: int, least: int, width: int, seed: int) -> None:
+    """Every code under every scale: NaN, numbers beyond those of bfloat16, and below its normal ones."""
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.randint(1 << scheme.bits, (5, k), dtype=torch.uint8, generator=random)
+    scale = torch.randint(least, min(least + width, 255) + 1, (5, scheme.groups(k)), dtype=torch.uint8, generator=random)
+    parts = pack(codes, scheme.bits), scale, None, None
+    out = torch.empty(5, k, dtype=torch.bfloat16)
+    torch.ops.lowbit_cpu.panel(out, *parts, cpu.number_table(scheme.format), cpu.byte_table(scheme.scale), scheme.group_size)
+    expected = reference.dequantize(*parts, scheme, k, torch.bfloat16)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(0.5), expected.nan_to_num(0.5))

@@ -19,6 +19,7 @@
 #include "../decode.h"
 #include "../formats.h"
 #include "digits.h"
+#include "dots.h"
 #include "floats.h"
 #include "linear.h"
 #include "panels.h"
@@ -35,7 +36,7 @@ struct InstructionSet {
   bool available;
   void (*arrange)(const Linear&, const Numbers&, float*);
   void (*linear)(const Linear&, int64_t, int64_t);
-  void (*panel)(const Linear&, Stored, void*, int64_t, int64_t);
+  void (*panel)(const Linear&, Stored, void*, int64_t, int64_t, int64_t);
   bool (*quantize)(const Quantize&, int64_t, int64_t);
 };
 
@@ -438,6 +439,12 @@ struct Weight {
   Weight(const Weight&) = delete;
 };
 
+Tensor checked_bias(const Tensor& bias, int64_t n) {
+  STD_TORCH_CHECK(bias.is_cpu() && bias.dim() == 1 && bias.numel() == n && is_float(bias), "bias must be float32, bfloat16 or float16 [", n,
+                  "] on the CPU");
+  return torch::stable::contiguous(bias);
+}
+
 Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
                std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
                std::string instructions, const std::optional<Tensor>& given = std::nullopt) {
@@ -455,12 +462,7 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
   STD_TORCH_CHECK(!digits || !a.zero_point.data || a.zero_point.stored == Stored::bytes, "digits take zero points that are integers");
   std::optional<Tensor> bias;
   Numbers bias_numbers;
-  if (bias_any) {
-    STD_TORCH_CHECK(bias_any->is_cpu() && bias_any->dim() == 1 && bias_any->numel() == a.n && is_float(*bias_any),
-                    "bias must be float32, bfloat16 or float16 [", a.n, "] on the CPU");
-    bias = torch::stable::contiguous(*bias_any);
-    bias_numbers = numbers_of(*bias, "bias");
-  }
+  if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
 
   Tensor y = torch::stable::new_empty(x, shape);
   if (a.m == 0 || a.n == 0) return y;
@@ -523,8 +525,48 @@ void panel(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, 
   const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, out.size(1));
   const InstructionSet& set = instruction_set(instructions);
   const Stored type = numbers_of(out, "out").stored;
-  void* to = out.mutable_data_ptr();
-  in_tasks(weight.a, [&](int64_t begin, int64_t end) { set.panel(weight.a, type, to, begin, end); });
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t k = out.size(1), row = k * (type == Stored::float32 ? 4 : 2);
+  in_tasks(weight.a, [&](int64_t begin, int64_t end) { set.panel(weight.a, type, to + begin * row, k, begin, end); });
+}
+
+// Whether `dots_linear` runs on this processor.
+bool has_dots() {
+#if defined(__x86_64__)
+  return std::string(instruction_set("").name) == "avx512" && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+// The product of bfloat16 with a weight that is rounded to it, for any number of rows of x.
+Tensor dots_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
+                   std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size) {
+  STD_TORCH_CHECK(has_dots(), "this processor has no dot products of bfloat16");
+  STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && x_any.scalar_type() == ScalarType::BFloat16, "x must be bfloat16 [..., K] on the CPU");
+  const Tensor x = torch::stable::contiguous(x_any);
+  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
+  Linear& a = weight.a;
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = a.n;
+  a.m = 1;
+  for (size_t i = 0; i + 1 < shape.size(); i++) a.m *= shape[i];
+  std::optional<Tensor> bias;
+  Numbers bias_numbers;
+  if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
+  Tensor y = torch::stable::new_empty(x, shape);
+  if (a.m == 0 || a.n == 0) return y;
+  const uint16_t* given = static_cast<const uint16_t*>(x.const_data_ptr());
+  const int64_t stride = stride_of_dots(a.k);
+  const std::unique_ptr<uint16_t[]> of_x(new uint16_t[a.m * stride]);
+  torch::stable::parallel_for(0, a.m, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++) std::fill(std::copy_n(given + m * a.k, a.k, of_x.get() + m * stride), of_x.get() + (m + 1) * stride, 0);
+  });
+#if defined(__x86_64__)
+  const Dots dots = {of_x.get(), bias ? &bias_numbers : nullptr, static_cast<uint16_t*>(y.mutable_data_ptr())};
+  in_tasks(a, [&](int64_t begin, int64_t end) { avx512bf16::dots_linear(a, dots, begin, end); });
+#endif
+  return y;
 }
 
 // Codes and scales of w [N, K] into tensors that are there; false where the weight or a scale is no number to be stored.
@@ -576,6 +618,10 @@ STABLE_TORCH_LIBRARY(lowbit_cpu, m) {
   m.def(
       "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
       "Tensor? scale_values, int group_size, int digits, Tensor? input_scale=None) -> Tensor");
+  m.def(
+      "dots_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
+      "Tensor? scale_values, int group_size) -> Tensor");
+  m.def("has_dots() -> bool");
   m.def("takes_digits(Tensor values, bool zero_points) -> bool");
   m.def("instructions() -> str");
 }
@@ -585,6 +631,8 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit_cpu, CompositeExplicitAutograd, m) {
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("digits_linear", TORCH_BOX(&digits_linear));
+  m.impl("dots_linear", TORCH_BOX(&dots_linear));
+  m.impl("has_dots", TORCH_BOX(&has_dots));
   m.impl("takes_digits", TORCH_BOX(&takes_digits));
   m.impl("instructions", TORCH_BOX(&best_instructions));
 }
