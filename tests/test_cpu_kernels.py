@@ -126,7 +126,7 @@ def test_scales_of_few_bits(scale: str) -> None:
     [
         (lambda x, p: (x[:, :-1], p), "packed must be a CPU tensor"),
         (lambda x, p: (x.double(), p), "x must be float32, bfloat16 or float16"),
-        (lambda x, p: (x.expand(9, -1), p), "at most 8 rows, got 9"),
+        (lambda x, p: (x.expand(65, -1), p), "at most 64 rows, got 65"),
         (lambda x, p: (x, (p[0], p[1].double(), None, None)), "scale must be float32"),
         (lambda x, p: (x, (p[0], p[1][:-1], None, None)), "scale must be a CPU tensor"),
         (lambda x, p: (x, (p[0], p[1], p[1], None)), "codes with a sign have no zero point"),
@@ -391,6 +391,19 @@ def test_dots_of_any_shape(
     assert ((y.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.skipif(cpu._digits_available() is not None, reason=cpu._digits_available() or "")
+@given(m=st.integers(1, 200), some=st.integers(1, 64), shape=st.sampled_from(((200,), (2, 100), (5, 4, 10))))
+@settings(max_examples=20, deadline=None)
+def test_rows_rounded_to_int8_do_not_depend_on_each_other(m: int, some: int, shape: tuple[int, ...]) -> None:
+    scheme, random = Scheme("int4", 32), torch.Generator().manual_seed(m)
+    parts, rows = weight(scheme, 9, 256)[0], Scheme("int8", -1, scale="fp32")
+    x = torch.randn(200, 256, generator=random).bfloat16()
+    y = cpu.quantized_linear(x.reshape(*shape, 256), *parts, None, scheme, rows, None)
+    assert y.shape == (*shape, 9)
+    alone = cpu.quantized_linear(x[:m][-some:], *parts, None, scheme, rows, None)
+    assert torch.equal(alone, y.reshape(200, 9)[:m][-some:])
+
+
 @pytest.mark.skipif(cpu_panels._dots_available() is not None, reason=cpu_panels._dots_available() or "")
 @pytest.mark.parametrize(("scheme", "least"), [("int4", 11), ("fp8", 5), ("nf4", 5), ("mxfp8", 5)])
 def test_many_rows_of_bfloat16_take_dots(scheme: str, least: int) -> None:
@@ -399,7 +412,7 @@ def test_many_rows_of_bfloat16_take_dots(scheme: str, least: int) -> None:
         with trace() as record:
             torch.nn.functional.linear(torch.ones(m, 256, dtype=dtype), q)
         assert ([*record.kernels()] == ["cpu_dots"]) == (m >= least and dtype == torch.bfloat16)
-    with strict("cpu_panels"):
+    with strict("cpu_panels"):  # a name that is asked for runs, quicker or not
         torch.nn.functional.linear(torch.ones(9, 256, dtype=torch.bfloat16), q)
 
 

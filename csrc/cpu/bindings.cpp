@@ -457,8 +457,7 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = a.n;
   for (size_t i = 0; i + 1 < shape.size(); i++) a.m *= shape[i];
-  const int64_t most = digits ? most_rows_of_digits : most_rows;
-  STD_TORCH_CHECK(a.m <= most, "x must have at most ", most, " rows, got ", a.m);
+  STD_TORCH_CHECK(a.m <= most_rows_at_once, "x must have at most ", most_rows_at_once, " rows, got ", a.m);
   STD_TORCH_CHECK(!digits || !a.zero_point.data || a.zero_point.stored == Stored::bytes, "digits take zero points that are integers");
   std::optional<Tensor> bias;
   Numbers bias_numbers;
@@ -488,7 +487,7 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
   float* all = a.y;
   void* const first = out;
   const size_t bytes = type == ScalarType::Float ? 4 : 2;
-  for (int64_t m = 0; m < rows; m += most_rows) {  // what digits take may be more rows than this
+  for (int64_t m = 0; m < rows; m += most_rows) {
     a.m = rows - m < most_rows ? rows - m : most_rows;
     a.y = all + m * n;
     out = static_cast<char*>(first) + m * n * bytes;

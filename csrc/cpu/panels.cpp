@@ -27,7 +27,7 @@ inline Element<type> rounded(float number) {
 }
 
 #if defined(__AVX512BW__)
-// Thirty-two numbers as 16-bit ones. A NaN has lower bits of 0: see `group`.
+// Thirty-two numbers as 16-bit ones. A NaN has lower bits of 0: see `rows_with`.
 template <Stored type>
 inline __m512i halves_of(Floats a, Floats b) {
   if constexpr (type == Stored::float16) {
@@ -56,15 +56,19 @@ inline void put(Element<type>* to, Floats a, Floats b) {
 #if defined(__AVX512BW__)
     _mm512_storeu_si512(to, halves_of<type>(a, b));
 #elif defined(__AVX2__)
-    float all[32];
+    const __m256 numbers[] = {a.a, a.b, b.a, b.b};
     if constexpr (type == Stored::float16) {
-      const __m256 numbers[] = {a.a, a.b, b.a, b.b};
       for (int i = 0; i < 4; i++)
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 8 * i), _mm256_cvtps_ph(numbers[i], _MM_FROUND_TO_NEAREST_INT));
-    } else {
-      store(all, a);
-      store(all + 16, b);
-      for (int i = 0; i < 32; i++) to[i] = rounded<type>(all[i]);
+    } else {  // a NaN has lower bits of 0: see `rows_with`
+      const auto up = [](__m256 some) {
+        const __m256i bits = _mm256_castps_si256(some), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+      };
+      for (int i = 0; i < 4; i += 2) {
+        const __m256i both = _mm256_packus_epi32(up(numbers[i]), up(numbers[i + 1]));  // in either half of a register
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * i), _mm256_permute4x64_epi64(both, 0xd8));
+      }
     }
 #else
     for (int i = 0; i < 16; i++) to[i] = rounded<type>(a.v[i]), to[i + 16] = rounded<type>(b.v[i]);
