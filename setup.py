@@ -149,6 +149,7 @@ def cpu_commands(out: Path, temp: Path) -> list[tuple[Path, list[str]]]:
         flags = [*INSTRUCTION_SETS["avx512"], "-mavx512vbmi", "-mavx512vnni", "-Wno-uninitialized"]  # of GCC's own intrinsics
         for source in ("digits", "floats"):
             objects[temp / f"{source}.o"] = [*flags, str(folder / f"{source}.cpp")]
+        objects[temp / "dots.o"] = [*INSTRUCTION_SETS["avx512"], "-mavx512bf16", "-Wno-uninitialized", str(folder / "dots.cpp")]
     commands = [(path, [cxx, *CXX_FLAGS, *flags, "-c", "-o", str(path)]) for path, flags in objects.items()]
     return [*commands, (out, [cxx, *map(str, objects), *link_flags(torch), "-o", str(out)])]
 

@@ -1,6 +1,7 @@
 """How long it takes to quantize: one layer by each method, the rewrite's search on its own and the rounder; and whole models.
 
 python -m lowbit.evals.quantizing --device cuda --shapes 4096x4096 --models llama-3-8b --out quantizing.json
+python -m lowbit.evals.quantizing --recipes int4,int8 --shapes 65536x8192     a layer of 1 GB, without data
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit import Recipe, quantize_
+from lowbit.algorithms import ROUNDERS
 from lowbit.recipe import parted
 from lowbit.replacement import rounded
 from lowbit.rewrites.search import Pool, Reader
@@ -45,11 +47,12 @@ def measure(
     """Seconds for each of ``recipes`` and ``shapes`` (N, K): of the ``rewrite``'s search, where there is one, and of ``round``.
 
     Each is the median of ``repeats``, every one on another weight, behind one that is not counted: the first call on a device
-    loads its libraries. Inputs are correlated and of very different sizes, as those of layers are.
+    loads its libraries. Inputs are correlated and of very different sizes, as those of layers are; where no method looks at
+    them there are none.
     """
     rows = []
     for n, k in shapes:
-        known = _statistics(k, device)
+        known = _statistics(k, device) if any(_looks_at_data(Recipe.parse(spelled)) for spelled in recipes) else None
         for spelled in recipes:
             progress(f"{spelled}, {n} x {k}")
             taken = [_once(Recipe.parse(spelled), _weight(n, k, seed, device), known) for seed in range(repeats + 1)][1:]
@@ -81,12 +84,18 @@ def measure_models(
     return rows
 
 
-def _once(recipe: Recipe, weight: Tensor, known: Statistics) -> dict[str, float]:
+def _looks_at_data(recipe: Recipe) -> bool:
+    targets = (rule.target for rule in recipe.rules if rule.target is not None)
+    return bool(recipe.rewrites) or any(ROUNDERS[target.rounder].needs_statistics for target in targets)
+
+
+def _once(recipe: Recipe, weight: Tensor, known: Statistics | None) -> dict[str, float]:
     """Seconds of each part for one layer."""
     target = recipe.rules[0].target
     assert target is not None
     found = {}
     for rewrite in recipe.rewrites:
+        assert known is not None
         options = {name: value for name, value in rewrite.options if name != "insert"}
         start = _now(weight)
         reader = Reader(weight.float(), target, known, torch.arange(weight.shape[1], device=weight.device))

@@ -22,6 +22,8 @@ from .bound import Bound, Product
 from .build import CPU
 from .registry import Call, Kernel, register
 
+_ROWS = 64  # of x that a kernel takes at once
+
 __all__ = ["available", "byte_table", "digits_linear", "linear", "number_table", "quantized_linear", "two_digits_linear"]
 
 
@@ -51,7 +53,7 @@ def byte_table(name: str) -> Tensor:
 
 @Bound
 def linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for at most eight rows of ``x``: exact integers times x in float32, rounded once at the end."""
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times x in float32, rounded once at the end."""
     return _product(torch.ops.lowbit_cpu.linear.default, scheme)
 
 
@@ -111,6 +113,21 @@ def _are_small_integers(fmt: Format) -> bool:
     return scaled in ([(c ^ half) - half for c in range(2 * half)], list(range(2 * half)))
 
 
+def _quicker(dots: int, floats: dict[str, int]) -> Callable[[Call], str | None]:
+    """The row for more rows of x than are quicker with one of this file: for ``dots`` rows of bfloat16 and more where the
+    processor has dot products of it; for more of float32 than ``floats`` says of the instruction set."""
+
+    def row(call: Call) -> str | None:
+        instructions = torch.ops.lowbit_cpu.instructions()
+        if call.dtype == torch.bfloat16 and torch.ops.lowbit_cpu.has_dots():
+            return "cpu_dots" if call.m >= dots else None
+        if call.m > (floats[instructions] if call.dtype == torch.float32 or instructions == "portable" else _ROWS):
+            return "cpu_panels"
+        return None
+
+    return row
+
+
 _OF_DIGITS = Kernel(
     "cpu_digits",
     "linear",
@@ -119,7 +136,8 @@ _OF_DIGITS = Kernel(
     devices=frozenset({"cpu"}),
     zero_points=frozenset({"none", "int"}),
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-    m=(1, 16),
+    m=(1, _ROWS),
+    quicker=_quicker(11, {"avx512": 64, "avx2": 32}),
     formats=frozenset(name for name, fmt in FORMATS.items() if _are_small_integers(fmt)),
     groups=lambda size: None if size == -1 or size % 16 == 0 else "takes multiples of 16, or the whole row",
     tiles=((4, 4, 128), (2, 8, 256)),
@@ -148,11 +166,15 @@ def quantized_linear(
     activation: Scheme,
     input_scale: Tensor | None,
 ) -> Tensor:
-    """``x @ W.T + bias`` for few rows of ``x``, each rounded to int8: exact integers times one digit."""
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one digit, some rows at a time."""
     scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
     parts = (packed, scale, zero_point, outer, bias, number_table(scheme.format), scales, scheme.group_size)
     given = None if input_scale is None else input_scale.float()
-    return torch.ops.lowbit_cpu.digits_linear.default(x, *parts, 1, given)
+    multiply, rows = torch.ops.lowbit_cpu.digits_linear.default, x.numel() // x.shape[-1] if x.shape[-1] else 0
+    if rows <= _ROWS:
+        return multiply(x, *parts, 1, given)
+    some = [multiply(part, *parts, 1, given) for part in x.reshape(rows, -1).split(_ROWS)]
+    return torch.cat(some).reshape(*x.shape[:-1], packed.shape[0])
 
 
 def _other_activation(call: Call) -> str | None:
@@ -166,6 +188,8 @@ register(
         op="quantized_linear",
         run=quantized_linear,
         contract="exact",
+        m=(1, None),
+        quicker=lambda call: "cpu_int_mm" if call.m > 16 else None,
         also=_other_activation,
     )
 )
@@ -177,7 +201,8 @@ register(
         "exact",
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        m=(1, 8),
+        m=(1, _ROWS),
+        quicker=_quicker(5, {"avx512": 32, "avx2": 24, "portable": 8}),
         tiles=((8, 8, 32),),
         available=available,
     )

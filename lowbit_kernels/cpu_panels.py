@@ -1,4 +1,5 @@
-"""Rows for many rows of x on the CPU: a panel of the weight, small enough for the cache, as numbers; torch multiplies it."""
+"""Rows for many rows of x on the CPU: a panel of the weight, small enough for the cache, as numbers. Torch multiplies it, or the
+processor's own dot products of bfloat16 do."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from .bound import Bound, Product
 from .cpu import available, byte_table, number_table
 from .registry import Call, Kernel, register
 
-__all__ = ["dequantize", "embedding", "int8_products", "panels_linear"]
+__all__ = ["dequantize", "dots_linear", "embedding", "int8_products", "panels_linear"]
 
 _FEW = 16  # columns whose integer products are exact in fp32 too
 _PANEL = 1 << 21  # weights: 4 MiB in 16 bits, so that what a product costs to begin is little beside it
@@ -65,6 +66,27 @@ def panels_linear(scheme: Scheme) -> Product:
         return y
 
     return product
+
+
+@Bound
+def dots_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` with the weight dequantized to bfloat16, some rows at a time, on the processor's dot products of it."""
+    scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
+    values, operator = number_table(scheme.format), torch.ops.lowbit_cpu.dots_linear.default
+
+    def product(
+        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+    ) -> Tensor:
+        return operator(x, packed, scale, zero, outer, bias, values, scales, scheme.group_size)
+
+    return product
+
+
+def _dots_available() -> str | None:
+    """Why this processor cannot multiply bfloat16, with the remedy; None if it can."""
+    if (missing := available()) is not None or torch.ops.lowbit_cpu.has_dots():
+        return missing
+    return "the processor has no AVX-512 with BF16, or LOWBIT_CPU leaves it out: cpu_panels takes every processor"
 
 
 def dequantize(
@@ -149,6 +171,19 @@ register(
         also=_other_activation,
         tiles=((17, 16, 32),),
         available=available,
+    )
+)
+register(
+    Kernel(
+        "cpu_dots",
+        "linear",
+        dots_linear,
+        "weights rounded once",
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({torch.bfloat16}),
+        m=(1, None),
+        tiles=((6, 4, 32), (24, 32, 1024)),
+        available=_dots_available,
     )
 )
 for _name, _op, _run in (

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lowbit.formats import FORMATS
 from lowbit.packing import packed_size
+from lowbit.scales import choose
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
-from . import reference
 from .cpu import available
-from .registry import Kernel, register
+from .registry import Call, Kernel, register
 
 __all__ = ["quantize"]
 
@@ -21,11 +21,9 @@ __all__ = ["quantize"]
 def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Packed codes, scales and zero points of ``w`` [..., N, K], rounded to nearest.
 
-    The reference takes other methods than the whole range, and weights that it refuses with the reason.
+    Raises ``ValueError``, as the reference does, for weights that are not finite and for scales that their format cannot hold.
     """
     *lead, n, k = w.shape
-    if method != "range" or w.numel() == 0:
-        return reference.quantize(w, scheme, method)
     fmt, g = scheme.fmt, scheme.groups(k)
     packed = torch.empty(*lead, n, packed_size(scheme.bits, k), dtype=torch.uint8)
     scale = torch.empty(*lead, n, g, dtype=scheme.scale_dtype)
@@ -42,7 +40,23 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
         float(fmt.max),
         float(fmt.symmetric_max),
     )
-    return (packed, scale, zero, None) if good else reference.quantize(w, scheme, method)
+    if not good:
+        _refuse(w.reshape(-1, n, k), scheme)
+    return packed, scale, zero, None
+
+
+def _refuse(w: Tensor, scheme: Scheme) -> None:
+    """Raise what is wrong with ``w`` [E, N, K]: choosing scales tells, save of fp32 ones, which hold whatever they are given."""
+    for matrix in w:
+        for rows in matrix.split(max(1, (1 << 20) // w.shape[-1])):
+            choose(rows.float(), scheme)
+    raise ValueError("a weight that is quantized must be finite, and this one holds NaN or infinity: remove them first")
+
+
+def _also(call: Call) -> str | None:
+    if call.method not in (None, "range"):
+        return f"method: takes range, got {call.method}"
+    return "size: takes weights with elements, got none" if call.n == 0 or call.k == 0 else None
 
 
 register(
@@ -56,6 +70,7 @@ register(
         zero_points=frozenset({"none", "int"}),
         scales=frozenset(PLAIN_SCALES),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        also=_also,
         available=available,
     )
 )

@@ -56,9 +56,10 @@ def call_for(
     n: int,
     k: int,
     activation: Scheme | None = None,
+    method: str | None = None,
 ) -> Call:
     """The :class:`Call` that a kernel is selected by; ``dtype`` is that of x, or of the result where there is no x."""
-    return Call(op, device.type, _arch(device), layout, scheme, dtype, m, n, k, activation)
+    return Call(op, device.type, _arch(device), layout, scheme, dtype, m, n, k, activation, method)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------
@@ -261,7 +262,8 @@ def _quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor, Tens
     how = Scheme.parse(scheme)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    call = call_for("quantize", how, "canonical", w.device, w.dtype, 0, math.prod(w.shape[:-1]), w.shape[-1])
+    n, k = math.prod(w.shape[:-1]), w.shape[-1]
+    call = call_for("quantize", how, "canonical", w.device, w.dtype, 0, n, k, method=method)
     packed, scale, zero_point, outer = run(call, w, how, method)
     absent = functools.partial(torch.empty, 0, dtype=torch.uint8, device=w.device)
     return packed, scale, absent() if zero_point is None else zero_point, absent() if outer is None else outer

@@ -55,7 +55,7 @@ class NoKernelError(RuntimeError):
 @dataclass(frozen=True)
 class Call:
     """What a kernel is chosen by. ``m``, ``n``, ``k``: rows of x, rows and columns of the weight. ``activation``: what x is
-    rounded to, in a quantized_linear."""
+    rounded to, in a quantized_linear. ``method``: how scales are chosen, in a quantize."""
 
     op: str
     device: str
@@ -67,6 +67,7 @@ class Call:
     n: int
     k: int
     activation: Scheme | None = None
+    method: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Kernel:
     ``"weights rounded once"`` (to the dtype of x, before the multiplication), or ``"fp8 sums"`` (products of e4m3 in the sums of
     the tensor cores, which keep 14 bits and leave them for fp32 every 128 columns). ``also`` tells what of a call no field
     names and the kernel refuses.
+    ``quicker``: the row that is faster for a call, where it takes it too; ``select`` names that one.
     ``on_request``: taken only where :func:`strict` names it (an interpreter, say, is right but slow).
     ``tiles``: (M, N, K) of the blocks it works in, whose edges tests probe.
     ``layout`` None: reads canonical bytes, and takes a weight in any layout, whose bytes are restored for each call.
@@ -100,6 +102,7 @@ class Kernel:
     arch: int = 0
     available: Callable[[], str | None] = lambda: None
     also: Callable[[Call], str | None] = lambda call: None
+    quicker: Callable[[Call], str | None] = lambda call: None
     on_request: bool = False
     tiles: tuple[tuple[int, int, int], ...] = ()
 
@@ -165,7 +168,7 @@ watched: ContextVar[bool] = ContextVar("lowbit_watched", default=False)
 
 
 def select(call: Call) -> Kernel:
-    """The row that runs ``call``: of those that take it the one that :mod:`.crossovers` names, else the first.
+    """The row that runs ``call``: of those that take it the one that :mod:`.crossovers` names, or the first does; else the first.
 
     Raises :class:`NoKernelError` where strict mode leaves none.
     """
@@ -177,7 +180,7 @@ def _select(call: Call, only: frozenset[str] | None) -> Kernel:
     takes = (k for k in kernels() if k.op == call.op and _allowed(k, only) and k.refusal(call) is None)
     first = next(takes, None)
     if first is not None:
-        measured = crossovers.fastest(call.op, call.arch, call.scheme, call.layout, call.m, call.n, call.k)
+        measured = crossovers.fastest(call.op, call.arch, call.scheme, call.layout, call.m, call.n, call.k) or first.quicker(call)
         if measured is None or measured == first.name or first.name.startswith("reference"):
             return first
         return next((kernel for kernel in takes if kernel.name == measured), first)

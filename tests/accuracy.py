@@ -13,6 +13,11 @@ round to nearest. What the float64 oracle itself rounds does not count at these 
 
 **Underflow.** Each fp32 product or sum below 2**-126 may lose half of 2**-149; there are at most 2 K + 8.
 
+**"exact"** allows for what is lost below 2**-126 before a group's scale multiplies it: 2**-150 of each of 2 K products and sums,
+times the scale and what the kernel's numbers count. Rows of x are taken times a power of two where max |x| is below 2**-64, so
+that 2**-150 is no more than 2**-86 max |x|; and a group that is not of zeros has a weight of at least 2**-17 of its scale
+times that unit, the smallest number of e4m3. So y loses at most K 2**-68 max |x| sum |w|.
+
 **"exact digits"** allows on top of the sums what writing x in digits costs: in each slice of 512 columns (or of 256, whose
 bound is smaller) x is rounded to a multiple of 2**(e - 21), 2**e <= max |x| of the slice, so it is off by at most 2**-22
 max |x|, and y by the sum over slices of that times sum |w| there. Its digits to the base 256 are as large as 3 |x| in sum,
@@ -85,7 +90,9 @@ def linear_bound(contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Te
     magnitude = x.abs() @ w.abs().mT
     shift = torch.zeros_like(y) if bias is None else bias.expand_as(y)
     error = gamma(k + 8) * (magnitude + shift.abs()) + (2 * k + 8) * 2.0**-150
-    if contract == "exact digits":
+    if contract == "exact":
+        error = error + k * 2.0**-68 * x.abs().amax(-1, keepdim=True) * w.abs().sum(-1)[..., None, :] if k else error
+    elif contract == "exact digits":
         error = error + 2.0**-22 * (_slices(x.abs()).amax(-1) @ _slices(w.abs()).sum(-1).mT)
     elif contract == "two digits":
         error = error + (_slices(x.abs()).amax(-1) @ _slices(w.abs()).sum(-1).mT) / 65278
@@ -97,7 +104,7 @@ def linear_bound(contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Te
             error = error + 2.0**-126 * (x.abs().sum(-1, keepdim=True) + w.abs().sum(-1)[..., None, :] + 2 * k)
         if bias is not None:
             error = error + _unit(dtype) * ((y - shift).abs() + error) + _least(dtype)
-    elif contract != "exact":
+    else:
         raise ValueError(f"no bound is known for the contract {contract!r}")
     return error + _unit(dtype) * (y.abs() + error) + _least(dtype)
 

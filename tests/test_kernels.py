@@ -335,7 +335,8 @@ def test_strided_weight(run: Run) -> None:
     parts = (packed[1::2, packed.shape[1] // 3 :], scale[1::2, 2:], None, None)
     values = to_values(unpack(parts[0].contiguous(), scheme.bits, 4 * size), scheme, Scales(parts[1]), torch.float64)
     low, high = run.row.m
-    x = make_x(max(low, 1) if high is None else high, 4 * size, torch.float16, "plain")
+    dtype = next(dtype for dtype in (torch.float16, torch.bfloat16) if run.row.dtypes is None or dtype in run.row.dtypes)
+    x = make_x(max(low, 1) if high is None else high, 4 * size, dtype, "plain")
     assert_product(run, run.do("row", scheme, x, *parts, None), x, values, None)
 
 

@@ -134,9 +134,9 @@ def test_receipts_and_strictness_come_after_many_calls_as_before_them(module: QL
         with strict("reference_linear"), trace_kernels() as trace:
             call(x)
         assert set(trace.kernels()) == {"reference_linear"}
-        call(x_of(16, 40))
-        with strict("cpu_gemv"), pytest.raises(NoKernelError, match=r"M: takes 1\.\.8, got 16"):
-            call(x_of(16, 40))
+        call(x_of(65, 40))
+        with strict("cpu_gemv"), pytest.raises(NoKernelError, match=r"M: takes 1\.\.64, got 65"):
+            call(x_of(65, 40))
         call(x)
     assert len(module._shortcuts) == 3
 

@@ -9,14 +9,17 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "../decode.h"
 #include "../formats.h"
 #include "digits.h"
+#include "dots.h"
 #include "floats.h"
 #include "linear.h"
 #include "panels.h"
@@ -33,7 +36,7 @@ struct InstructionSet {
   bool available;
   void (*arrange)(const Linear&, const Numbers&, float*);
   void (*linear)(const Linear&, int64_t, int64_t);
-  void (*panel)(const Linear&, Stored, void*, int64_t, int64_t);
+  void (*panel)(const Linear&, Stored, void*, int64_t, int64_t, int64_t);
   bool (*quantize)(const Quantize&, int64_t, int64_t);
 };
 
@@ -313,13 +316,65 @@ void multiply_floats(Linear& a, const Numbers& x, int64_t groups, const Instruct
   });
 }
 
+// The bits of a row's largest magnitude below those of infinity and NaN; the numbers of 16 bits as they are stored.
+template <typename Bits>
+Bits largest_of(const void* row, int64_t k) {
+  constexpr Bits magnitude = static_cast<Bits>(-1) >> 1;
+  const Bits* numbers = static_cast<const Bits*>(row);
+  std::make_signed_t<Bits> largest = 0;
+  for (int64_t i = 0; i < k; i++) {
+    const auto bits = static_cast<std::make_signed_t<Bits>>(numbers[i] & magnitude);
+    largest = bits > largest ? bits : largest;
+  }
+  return static_cast<Bits>(largest);
+}
+
+// Rows of x whose products would sink into subnormal numbers, times powers of two: `most` of a row is 2^-64 at least, or 0.
+struct Raised {
+  static constexpr int least = -64;
+  std::unique_ptr<float[]> numbers;       // [m, k], where a row is raised
+  float back[most_rows];                  // what the sums of a row are multiplied by
+  Raised(const Numbers& x, int64_t m, int64_t k) {
+    std::fill(back, back + most_rows, 1.0f);
+    if (x.stored == Stored::float16) return;  // of which none is so small
+    int up[most_rows] = {};
+    bool any = false;
+    for (int64_t row = 0; row < m; row++) {
+      const float most = of_row(x, row);
+      if (most > 0 && most < std::ldexp(1.0f, least)) up[row] = least - std::ilogb(most), any = true;
+    }
+    if (!any) return;
+    numbers.reset(new float[m * k]);
+    for (int64_t row = 0; row < m; row++) {
+      const float times = std::ldexp(1.0f, up[row]);
+      back[row] = std::ldexp(1.0f, -up[row]);
+      for (int64_t i = 0; i < k; i++) numbers[row * k + i] = times * at(x, row * x.stride + i);
+    }
+  }
+
+ private:
+  static float at(const Numbers& x, int64_t i) {
+    return x.stored == Stored::float32 ? static_cast<const float*>(x.data)[i]
+                                       : lowbit::bfloat16_to_float(static_cast<const uint16_t*>(x.data)[i]);
+  }
+  static float of_row(const Numbers& x, int64_t row) {
+    float most;
+    if (x.stored == Stored::float32) {
+      const uint32_t bits = largest_of<uint32_t>(static_cast<const float*>(x.data) + row * x.stride, x.stride);
+      std::memcpy(&most, &bits, sizeof most);
+      return most;
+    }
+    return lowbit::bfloat16_to_float(largest_of<uint16_t>(static_cast<const uint16_t*>(x.data) + row * x.stride, x.stride));
+  }
+};
+
 // Rounded to nearest even; what a float cannot be rounded to becomes infinity, NaN stays NaN.
 template <typename T>
-void finish_rows(const Linear& a, const Numbers* bias, T* out, int64_t begin, int64_t end) {
+void finish_rows(const Linear& a, const Numbers* bias, const float* back, T* out, int64_t begin, int64_t end) {
   const float* sums = a.y;
   for (int64_t m = 0; m < a.m; m++)
     for (int64_t n = begin; n < end; n++) {
-      float sum = sums[m * a.n + n];
+      float sum = sums[m * a.n + n] * (back ? back[m] : 1.0f);
       if (bias) {
         const uint16_t* halves = static_cast<const uint16_t*>(bias->data);
         sum += bias->stored == Stored::float32    ? static_cast<const float*>(bias->data)[n]
@@ -384,6 +439,12 @@ struct Weight {
   Weight(const Weight&) = delete;
 };
 
+Tensor checked_bias(const Tensor& bias, int64_t n) {
+  STD_TORCH_CHECK(bias.is_cpu() && bias.dim() == 1 && bias.numel() == n && is_float(bias), "bias must be float32, bfloat16 or float16 [", n,
+                  "] on the CPU");
+  return torch::stable::contiguous(bias);
+}
+
 Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
                std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
                std::string instructions, const std::optional<Tensor>& given = std::nullopt) {
@@ -396,17 +457,11 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = a.n;
   for (size_t i = 0; i + 1 < shape.size(); i++) a.m *= shape[i];
-  const int64_t most = digits ? most_rows_of_digits : most_rows;
-  STD_TORCH_CHECK(a.m <= most, "x must have at most ", most, " rows, got ", a.m);
+  STD_TORCH_CHECK(a.m <= most_rows_at_once, "x must have at most ", most_rows_at_once, " rows, got ", a.m);
   STD_TORCH_CHECK(!digits || !a.zero_point.data || a.zero_point.stored == Stored::bytes, "digits take zero points that are integers");
   std::optional<Tensor> bias;
   Numbers bias_numbers;
-  if (bias_any) {
-    STD_TORCH_CHECK(bias_any->is_cpu() && bias_any->dim() == 1 && bias_any->numel() == a.n && is_float(*bias_any),
-                    "bias must be float32, bfloat16 or float16 [", a.n, "] on the CPU");
-    bias = torch::stable::contiguous(*bias_any);
-    bias_numbers = numbers_of(*bias, "bias");
-  }
+  if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
 
   Tensor y = torch::stable::new_empty(x, shape);
   if (a.m == 0 || a.n == 0) return y;
@@ -417,10 +472,11 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
   const Numbers* add = bias ? &bias_numbers : nullptr;
   void* out = y.mutable_data_ptr();
   const ScalarType type = y.scalar_type();
+  const float* back = nullptr;
   const auto finish = [&](int64_t begin, int64_t end) {
-    if (type == ScalarType::BFloat16) return finish_rows(a, add, static_cast<c10::BFloat16*>(out), begin, end);
-    if (type == ScalarType::Half) return finish_rows(a, add, static_cast<c10::Half*>(out), begin, end);
-    return finish_rows(a, add, static_cast<float*>(out), begin, end);
+    if (type == ScalarType::BFloat16) return finish_rows(a, add, back, static_cast<c10::BFloat16*>(out), begin, end);
+    if (type == ScalarType::Half) return finish_rows(a, add, back, static_cast<c10::Half*>(out), begin, end);
+    return finish_rows(a, add, back, static_cast<float*>(out), begin, end);
   };
   if (given)
     STD_TORCH_CHECK(digits == 1 && given->is_cpu() && given->numel() == 1 && given->scalar_type() == ScalarType::Float,
@@ -431,12 +487,15 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
   float* all = a.y;
   void* const first = out;
   const size_t bytes = type == ScalarType::Float ? 4 : 2;
-  for (int64_t m = 0; m < rows; m += most_rows) {  // what digits take may be more rows than this
+  for (int64_t m = 0; m < rows; m += most_rows) {
     a.m = rows - m < most_rows ? rows - m : most_rows;
     a.y = all + m * n;
     out = static_cast<char*>(first) + m * n * bytes;
     Numbers some = x_numbers;
     some.data = static_cast<const char*>(x_numbers.data) + m * row * bytes;
+    const Raised raised(some, a.m, row);
+    if (raised.numbers) some.data = raised.numbers.get(), some.stored = Stored::float32;
+    back = raised.back;
     const InstructionSet& set = instruction_set(instructions);
     if (set.name != instruction_set("").name || !multiply_steps(a, some, finish))
       multiply_floats(a, some, weight.groups, set, finish);
@@ -465,8 +524,48 @@ void panel(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, 
   const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, out.size(1));
   const InstructionSet& set = instruction_set(instructions);
   const Stored type = numbers_of(out, "out").stored;
-  void* to = out.mutable_data_ptr();
-  in_tasks(weight.a, [&](int64_t begin, int64_t end) { set.panel(weight.a, type, to, begin, end); });
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t k = out.size(1), row = k * (type == Stored::float32 ? 4 : 2);
+  in_tasks(weight.a, [&](int64_t begin, int64_t end) { set.panel(weight.a, type, to + begin * row, k, begin, end); });
+}
+
+// Whether `dots_linear` runs on this processor.
+bool has_dots() {
+#if defined(__x86_64__)
+  return std::string(instruction_set("").name) == "avx512" && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+// The product of bfloat16 with a weight that is rounded to it, for any number of rows of x.
+Tensor dots_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
+                   std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size) {
+  STD_TORCH_CHECK(has_dots(), "this processor has no dot products of bfloat16");
+  STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && x_any.scalar_type() == ScalarType::BFloat16, "x must be bfloat16 [..., K] on the CPU");
+  const Tensor x = torch::stable::contiguous(x_any);
+  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
+  Linear& a = weight.a;
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = a.n;
+  a.m = 1;
+  for (size_t i = 0; i + 1 < shape.size(); i++) a.m *= shape[i];
+  std::optional<Tensor> bias;
+  Numbers bias_numbers;
+  if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
+  Tensor y = torch::stable::new_empty(x, shape);
+  if (a.m == 0 || a.n == 0) return y;
+  const uint16_t* given = static_cast<const uint16_t*>(x.const_data_ptr());
+  const int64_t stride = stride_of_dots(a.k);
+  const std::unique_ptr<uint16_t[]> of_x(new uint16_t[a.m * stride]);
+  torch::stable::parallel_for(0, a.m, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++) std::fill(std::copy_n(given + m * a.k, a.k, of_x.get() + m * stride), of_x.get() + (m + 1) * stride, 0);
+  });
+#if defined(__x86_64__)
+  const Dots dots = {of_x.get(), bias ? &bias_numbers : nullptr, static_cast<uint16_t*>(y.mutable_data_ptr())};
+  in_tasks(a, [&](int64_t begin, int64_t end) { avx512bf16::dots_linear(a, dots, begin, end); });
+#endif
+  return y;
 }
 
 // Codes and scales of w [N, K] into tensors that are there; false where the weight or a scale is no number to be stored.
@@ -518,6 +617,10 @@ STABLE_TORCH_LIBRARY(lowbit_cpu, m) {
   m.def(
       "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
       "Tensor? scale_values, int group_size, int digits, Tensor? input_scale=None) -> Tensor");
+  m.def(
+      "dots_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
+      "Tensor? scale_values, int group_size) -> Tensor");
+  m.def("has_dots() -> bool");
   m.def("takes_digits(Tensor values, bool zero_points) -> bool");
   m.def("instructions() -> str");
 }
@@ -527,6 +630,8 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit_cpu, CompositeExplicitAutograd, m) {
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("digits_linear", TORCH_BOX(&digits_linear));
+  m.impl("dots_linear", TORCH_BOX(&dots_linear));
+  m.impl("has_dots", TORCH_BOX(&has_dots));
   m.impl("takes_digits", TORCH_BOX(&takes_digits));
   m.impl("instructions", TORCH_BOX(&best_instructions));
 }

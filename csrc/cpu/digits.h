@@ -9,7 +9,6 @@ namespace lowbit::cpu {
 constexpr int wide_lanes = 16, narrow_lanes = 8;  // sums that a register of AVX-512 holds, and one of AVX2
 constexpr int64_t slice = 512;                    // columns of x that share a scale
 constexpr int64_t chunk = 4 * slice;              // columns whose scales of weights are taken at a time
-constexpr int64_t most_rows_of_digits = 64;
 
 // A weight is (byte - offset - zero point) * unit * scale, where the byte is the code with `flipped` bits turned over (the sign's,
 // or none), and what the table says of it where there is one.

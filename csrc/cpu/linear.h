@@ -8,7 +8,8 @@
 namespace lowbit::cpu {
 
 constexpr int block = 32;  // codes taken at a time
-constexpr int most_rows = 8;
+constexpr int most_rows = 8;                // of x that floats take at a time
+constexpr int64_t most_rows_at_once = 64;  // that a call takes
 
 // How codes become numbers.
 enum class Codes {

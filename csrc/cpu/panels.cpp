@@ -1,7 +1,8 @@
 // Rows of a weight as numbers, compiled once for each instruction set (LOWBIT_SET is its namespace): each is computed in fp32,
 // (code's number - zero point) * scale, and rounded once.
 //
-// Codes of up to six bits in large groups go through a table of a group's numbers as they are stored, thirty-two at a time.
+// Codes of up to six bits in large groups go through a table of a group's numbers as they are stored, thirty-two at a time, and
+// those with scales that are powers of two through one of all groups' numbers.
 #include "panels.h"
 
 #include <cmath>
@@ -26,7 +27,7 @@ inline Element<type> rounded(float number) {
 }
 
 #if defined(__AVX512BW__)
-// Thirty-two numbers as 16-bit ones. A NaN has lower bits of 0: see `group`.
+// Thirty-two numbers as 16-bit ones. A NaN has lower bits of 0: see `rows_with`.
 template <Stored type>
 inline __m512i halves_of(Floats a, Floats b) {
   if constexpr (type == Stored::float16) {
@@ -55,15 +56,19 @@ inline void put(Element<type>* to, Floats a, Floats b) {
 #if defined(__AVX512BW__)
     _mm512_storeu_si512(to, halves_of<type>(a, b));
 #elif defined(__AVX2__)
-    float all[32];
+    const __m256 numbers[] = {a.a, a.b, b.a, b.b};
     if constexpr (type == Stored::float16) {
-      const __m256 numbers[] = {a.a, a.b, b.a, b.b};
       for (int i = 0; i < 4; i++)
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 8 * i), _mm256_cvtps_ph(numbers[i], _MM_FROUND_TO_NEAREST_INT));
-    } else {
-      store(all, a);
-      store(all + 16, b);
-      for (int i = 0; i < 32; i++) to[i] = rounded<type>(all[i]);
+    } else {  // a NaN has lower bits of 0: see `rows_with`
+      const auto up = [](__m256 some) {
+        const __m256i bits = _mm256_castps_si256(some), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+      };
+      for (int i = 0; i < 4; i += 2) {
+        const __m256i both = _mm256_packus_epi32(up(numbers[i]), up(numbers[i + 1]));  // in either half of a register
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * i), _mm256_permute4x64_epi64(both, 0xd8));
+      }
     }
 #else
     for (int i = 0; i < 16; i++) to[i] = rounded<type>(a.v[i]), to[i + 16] = rounded<type>(b.v[i]);
@@ -157,12 +162,89 @@ struct ByTable {
 };
 #endif
 
+#if defined(__AVX512BW__)
+// Scales that are powers of two, as bfloat16: the number of each code comes out of a table, and the scale is added to its exponent,
+// which rounds nothing. Eight bits look up a magnitude and take their sign from the code.
+template <int bits>
+struct ByExponent {
+  static constexpr int numbers = bits == 8 ? 128 : 1 << bits, vectors = numbers <= 32 ? 1 : numbers / 32;
+  __m512i table[vectors];
+  int least = 255, most = 0;  // exponents of the numbers
+  bool good = false;
+  explicit ByExponent(const Linear& a) {
+    if (a.scale.stored != Stored::bytes || !a.scale.table || a.has_outer || a.zero_point.data || a.group % codes_at_a_time) return;
+    for (int i = 0; i < 255; i++) {  // the last one is NaN
+      const uint32_t power = i ? static_cast<uint32_t>(i) << 23 : 1u << 22;
+      if (memcmp(a.scale.table + i, &power, 4) != 0) return;
+    }
+    alignas(64) uint16_t halves[vectors * 32] = {};
+    for (int code = 0; code < 1 << bits; code++) {
+      uint32_t number;
+      memcpy(&number, a.values + code, 4);
+      if (code >= numbers) {
+        if (number != (static_cast<uint32_t>(halves[code - numbers]) << 16 | 0x80000000u) && a.values[code] == a.values[code]) return;
+        continue;
+      }
+      const int exponent = static_cast<int>(number >> 23 & 255);
+      if (a.values[code] != a.values[code]) number = 0x7fc00000;
+      else if ((number & 0xffff) || exponent == 255 || (exponent == 0 && number << 1)) return;
+      else if (exponent) least = exponent < least ? exponent : least, most = exponent > most ? exponent : most;
+      halves[code] = static_cast<uint16_t>(number >> 16);
+    }
+    for (int i = 0; i < vectors; i++) table[i] = _mm512_load_si512(halves + 32 * i);
+    good = true;
+  }
+  // Whether a scale leaves every number a normal one.
+  bool takes(uint8_t scale) const { return scale != 255 && least + scale > 127 && most + scale < 127 + 255; }
+  __m512i found(__m512i index) const {
+    if constexpr (vectors == 1) {
+      return _mm512_permutexvar_epi16(index, table[0]);
+    } else if constexpr (vectors == 2) {
+      return _mm512_permutex2var_epi16(table[0], index, table[1]);
+    } else {
+      const __mmask32 high = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
+      return _mm512_mask_mov_epi16(_mm512_permutex2var_epi16(table[0], index, table[1]), high,
+                                   _mm512_permutex2var_epi16(table[2], index, table[3]));
+    }
+  }
+  void group(const uint8_t* packed, int64_t k, uint8_t scale, int64_t first, int64_t past, uint16_t* to) const {
+    const __m512i up = _mm512_set1_epi16(static_cast<int16_t>((scale - 127) * 128)), one = _mm512_set1_epi16(1);
+    for (; first < past; first += codes_at_a_time) {
+      const __m512i codes = code_words<bits>(packed, k, first);
+      __m512i half = found(codes);
+      const __m512i magnitude = _mm512_and_si512(half, _mm512_set1_epi16(0x7fff));  // neither 0 nor NaN has an exponent
+      const __mmask32 finite = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, one), _mm512_set1_epi16(0x7f7f));
+      half = _mm512_mask_add_epi16(half, finite, half, up);
+      if constexpr (bits == 8) half = _mm512_or_si512(half, _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(128)), 8));
+      _mm512_storeu_si512(to + first, half);
+    }
+  }
+};
+
+template <int bits>
+void rows_of_powers(const Linear& a, const ByExponent<bits>& powers, uint16_t* out, int64_t stride, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; row++, out += stride) {
+    const uint8_t* packed = a.packed + row * a.packed_stride;
+    const uint8_t* scales = static_cast<const uint8_t*>(a.scale.data) + row * a.scale.stride;
+    for (int64_t first = 0; first < a.k; first += a.group, scales++) {
+      const int64_t past = first + a.group < a.k ? first + a.group : a.k;
+      int64_t at = first;
+      if (powers.takes(*scales)) {
+        at = first + (past - first) / codes_at_a_time * codes_at_a_time;
+        powers.group(packed, a.k, *scales, first, at, out);
+      }
+      for (; at < past; at++) out[at] = rounded<Stored::bfloat16>(a.values[code_at<bits>(packed, a.k, at)] * a.scale.table[*scales]);
+    }
+  }
+}
+#endif
+
 template <int bits, Stored type, class Decode>
-void rows_with(const Linear& a, Element<type>* out, int64_t begin, int64_t end) {
+void rows_with(const Linear& a, Element<type>* out, int64_t stride, int64_t begin, int64_t end) {
   Decode decode(a);
   for (int64_t row = begin; row < end; row++) {
     const uint8_t* packed = a.packed + row * a.packed_stride;
-    Element<type>* to = out + row * a.k;
+    Element<type>* to = out + (row - begin) * stride;
     const auto scale_at = [&](int64_t g) {
       const float found = scale_of(a, row, g);
       return found == found ? found : NAN;  // whose lower bits are 0
@@ -187,35 +269,37 @@ void rows_with(const Linear& a, Element<type>* out, int64_t begin, int64_t end) 
 }
 
 template <int bits, Stored type>
-void rows_of(const Linear& a, void* out, int64_t begin, int64_t end) {
+void rows_of(const Linear& a, void* out, int64_t stride, int64_t begin, int64_t end) {
   Element<type>* to = static_cast<Element<type>*>(out);
 #if defined(__AVX512BW__)
+  if constexpr (type == Stored::bfloat16 && (bits == 4 || bits == 6 || bits == 8))
+    if (const ByExponent<bits> powers(a); powers.good) return rows_of_powers(a, powers, to, stride, begin, end);
   if constexpr (bits <= 6 && type != Stored::float32)
     if (a.group >= 2 << bits || (bits <= 4 && 2 * a.group == codes_at_a_time))
-      return rows_with<bits, type, ByTable<bits, type>>(a, to, begin, end);
+      return rows_with<bits, type, ByTable<bits, type>>(a, to, stride, begin, end);
 #endif
-  return rows_with<bits, type, InOrder<bits, type>>(a, to, begin, end);
+  return rows_with<bits, type, InOrder<bits, type>>(a, to, stride, begin, end);
 }
 
 template <int bits>
-void for_type(const Linear& a, Stored type, void* out, int64_t begin, int64_t end) {
-  if (type == Stored::bfloat16) return rows_of<bits, Stored::bfloat16>(a, out, begin, end);
-  if (type == Stored::float16) return rows_of<bits, Stored::float16>(a, out, begin, end);
-  return rows_of<bits, Stored::float32>(a, out, begin, end);
+void for_type(const Linear& a, Stored type, void* out, int64_t stride, int64_t begin, int64_t end) {
+  if (type == Stored::bfloat16) return rows_of<bits, Stored::bfloat16>(a, out, stride, begin, end);
+  if (type == Stored::float16) return rows_of<bits, Stored::float16>(a, out, stride, begin, end);
+  return rows_of<bits, Stored::float32>(a, out, stride, begin, end);
 }
 
 }  // namespace
 
-void panel(const Linear& a, Stored type, void* out, int64_t begin, int64_t end) {
+void panel(const Linear& a, Stored type, void* out, int64_t stride, int64_t begin, int64_t end) {
   switch (a.bits) {
-    case 1: return for_type<1>(a, type, out, begin, end);
-    case 2: return for_type<2>(a, type, out, begin, end);
-    case 3: return for_type<3>(a, type, out, begin, end);
-    case 4: return for_type<4>(a, type, out, begin, end);
-    case 5: return for_type<5>(a, type, out, begin, end);
-    case 6: return for_type<6>(a, type, out, begin, end);
-    case 7: return for_type<7>(a, type, out, begin, end);
-    default: return for_type<8>(a, type, out, begin, end);
+    case 1: return for_type<1>(a, type, out, stride, begin, end);
+    case 2: return for_type<2>(a, type, out, stride, begin, end);
+    case 3: return for_type<3>(a, type, out, stride, begin, end);
+    case 4: return for_type<4>(a, type, out, stride, begin, end);
+    case 5: return for_type<5>(a, type, out, stride, begin, end);
+    case 6: return for_type<6>(a, type, out, stride, begin, end);
+    case 7: return for_type<7>(a, type, out, stride, begin, end);
+    default: return for_type<8>(a, type, out, stride, begin, end);
   }
 }
 

@@ -5,11 +5,11 @@
 
 namespace lowbit::cpu {
 
-// Rows begin .. end - 1 of the weight into `out` [n, k] of `type`. One for each instruction set, chosen by the processor at run
-// time.
+// Rows begin .. end - 1 of the weight into `out` of `type`, `stride` numbers apart. One for each instruction set, chosen by the
+// processor at run time.
 #define LOWBIT_DECLARE(set) \
   namespace set {           \
-  void panel(const Linear&, Stored type, void* out, int64_t begin, int64_t end); \
+  void panel(const Linear&, Stored type, void* out, int64_t stride, int64_t begin, int64_t end); \
   }
 LOWBIT_DECLARE(portable)
 #if defined(__x86_64__)

@@ -52,6 +52,12 @@ Range range_of(const float* w, int64_t count) {
   return all;
 }
 
+// What the reference refuses: an infinite scale, and one of normal numbers that 16-bit floats hold as 0. One that is lost among
+// subnormal numbers leaves a group of zeros.
+inline bool is_lost(const Quantize& a, float value, float scale) {
+  return !std::isfinite(scale) || (a.stored == Stored::float16 && scale == 0 && value * a.high >= 0x1p-126f);
+}
+
 // A scale as it is stored; what it then stands for.
 float store_scale(const Quantize& a, int64_t at, float value) {
   if (a.stored == Stored::float32) return static_cast<float*>(a.scale)[at] = value;
@@ -115,7 +121,7 @@ bool quantize(const Quantize& a, int64_t begin, int64_t end) {
       const float most = -range.low > range.high ? -range.low : range.high;
       const float value = a.zero ? range.high / a.high - range.low / a.high : most / a.largest;
       const float scale = store_scale(a, at, value);
-      if (!range.finite || !std::isfinite(scale) || (scale == 0 && value != 0)) return false;
+      if (!range.finite || is_lost(a, value, scale)) return false;
       const float over = scale == 0 ? INFINITY : scale;
       float zero = 0;
       if (a.zero) {

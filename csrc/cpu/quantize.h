@@ -17,8 +17,8 @@ struct Quantize {
   uint8_t* packed;        // [n, packed_size(bits, k)]
 };
 
-// Rows begin .. end - 1. False: a weight is not finite, or a scale that is not 0 became 0 or infinite as it was stored. One for
-// each instruction set, chosen by the processor at run time.
+// Rows begin .. end - 1. False: a weight is not finite, or a scale became infinite or 0 as it was stored and is none of subnormal
+// numbers. One for each instruction set, chosen by the processor at run time.
 #define LOWBIT_DECLARE(set)                                              \
   namespace set {                                                        \
   bool quantize(const Quantize&, int64_t begin, int64_t end);            \

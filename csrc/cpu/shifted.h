@@ -21,6 +21,17 @@ inline void shifted_halves(const lowbit::cpu::Shifted& how, CodeBytes codes, Flo
   }
   w0.v = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
   w1.v = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
+#elif defined(__AVX2__)
+  if constexpr (bits < 8) codes = {_mm256_sub_epi8(_mm256_xor_si256(codes.v, _mm256_set1_epi8(1 << (bits - 1))), _mm256_set1_epi8(1 << (bits - 1)))};
+  const __m128i up = _mm_cvtsi32_si128(how.up);
+  const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(how.mask)), ones = _mm256_set1_epi16(127);
+  const auto floats_of = [&](__m128i bytes) {
+    const __m256i wide = _mm256_cvtepi8_epi16(bytes);
+    __m256i half = _mm256_and_si256(_mm256_sll_epi16(wide, up), mask);
+    if (how.has_nan) half = _mm256_blendv_epi8(half, _mm256_set1_epi16(0x7e00), _mm256_cmpeq_epi16(_mm256_and_si256(wide, ones), ones));
+    return Floats{_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
+  };
+  w0 = floats_of(_mm256_castsi256_si128(codes.v)), w1 = floats_of(_mm256_extracti128_si256(codes.v, 1));
 #else
   uint8_t bytes[codes_at_a_time];
   uint16_t halves[codes_at_a_time];
@@ -31,12 +42,7 @@ inline void shifted_halves(const lowbit::cpu::Shifted& how, CodeBytes codes, Flo
     const bool nan = how.has_nan && (bytes[i] & 127) == 127;
     halves[i] = nan ? 0x7e00 : static_cast<uint16_t>(static_cast<uint32_t>(code) << how.up) & how.mask;
   }
-#if defined(__AVX2__)
-  const auto at = [&](int i) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i))); };
-  w0 = {at(0), at(8)}, w1 = {at(16), at(24)};
-#else
   for (int i = 0; i < 16; i++) w0.v[i] = lowbit::half_to_float(halves[i]), w1.v[i] = lowbit::half_to_float(halves[i + 16]);
-#endif
 #endif
 }
 

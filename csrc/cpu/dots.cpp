@@ -1,0 +1,115 @@
+// Linear for many rows of x in bfloat16, on dot products of bfloat16. Compiled for AVX-512 with BF16.
+//
+// Some rows of the weight at a time become numbers of 16 bits, as many as stay in the second-level cache, in the order in which
+// they lie: lanes are columns, so that neither they nor x have to be arranged. Six rows of x stay in the first-level cache beside
+// them, for a block of columns, and each dot product adds pairs of columns to sixteen sums in fp32. No sum depends on the threads.
+#include "dots.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "panels.h"
+
+namespace lowbit::cpu::avx512bf16 {
+namespace {
+
+constexpr int64_t most_x = 6, some_rows = 4;  // rows of x and of the weight whose sums stay in registers
+constexpr int64_t rows_of_x_at_a_time = 384, bytes_of_a_panel = 512 << 10;
+
+inline __m512bh halves(const uint16_t* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
+
+// The sums of the lanes of four registers.
+inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+// y [M, 4] += x [M, 32 steps] times w [4, 32 steps].
+template <int M>
+void tile(const uint16_t* x, int64_t x_stride, const uint16_t* w, int64_t w_stride, int64_t steps, float* y, int64_t y_stride) {
+  __m512 sum[M][some_rows];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < some_rows; n++) sum[m][n] = _mm512_setzero_ps();
+  for (int64_t s = 0; s < steps; s++) {
+    __m512bh of_w[some_rows];
+#pragma GCC unroll 4
+    for (int n = 0; n < some_rows; n++) of_w[n] = halves(w + n * w_stride + s * columns_of_dots);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; m++) {
+      const __m512bh of_x = halves(x + m * x_stride + s * columns_of_dots);
+#pragma GCC unroll 4
+      for (int n = 0; n < some_rows; n++) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], of_w[n], of_x);
+    }
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < M; m++)
+    _mm_storeu_ps(y + m * y_stride, _mm_add_ps(_mm_loadu_ps(y + m * y_stride), sums_of(sum[m][0], sum[m][1], sum[m][2], sum[m][3])));
+}
+
+constexpr decltype(&tile<1>) tiles[] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+
+// Rounded to nearest even, sixteen of which `mask` are stored.
+inline void put(uint16_t* to, __mmask16 mask, __m512 numbers) {
+  const __m512i bits = _mm512_castps_si512(numbers), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  up = _mm512_mask_or_epi32(up, _mm512_cmp_ps_mask(numbers, numbers, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
+  _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+}
+
+inline __m512 bias_at(const Numbers& bias, int64_t i, __mmask16 mask) {
+  if (bias.stored == Stored::float32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(bias.data) + i);
+  const __m256i some = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(bias.data) + i);
+  if (bias.stored == Stored::float16) return _mm512_cvtph_ps(some);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(some), 16));
+}
+
+// The codes of the next rows, for the second-level cache while products are computed.
+inline void fetch(const Linear& a, int64_t begin, int64_t end) {
+  const int64_t bytes = packed_size(a.bits, a.k);
+  for (int64_t row = begin; row < end; row++)
+    for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char*>(a.packed + row * a.packed_stride + at), _MM_HINT_T1);
+}
+
+}  // namespace
+
+void dots_linear(const Linear& a, const Dots& of, int64_t begin, int64_t end) {
+  const int64_t stride = stride_of_dots(a.k), whole = (a.k + columns_of_dots - 1) / columns_of_dots * columns_of_dots;
+  const int64_t fit = bytes_of_a_panel / (2 * stride) / some_rows * some_rows;
+  const int64_t most = std::clamp<int64_t>(fit, some_rows, 32), rows_of_x = std::min(a.m, rows_of_x_at_a_time);
+  const std::unique_ptr<uint16_t[]> panel(new uint16_t[most * stride]());
+  const std::unique_ptr<float[]> sums(new float[rows_of_x * most]);
+  for (int64_t row = begin; row < end; row += most) {
+    const int64_t past = std::min(row + most, end), count = past - row;
+    avx512::panel(a, Stored::bfloat16, panel.get(), stride, row, past);
+    fetch(a, past, std::min(past + most, end));
+    for (int64_t m0 = 0; m0 < a.m; m0 += rows_of_x) {
+      const int64_t m1 = std::min(m0 + rows_of_x, a.m), parts = (m1 - m0 + most_x - 1) / most_x;
+      std::fill_n(sums.get(), (m1 - m0) * most, 0.0f);
+      for (int64_t k = 0; k < whole; k += columns_at_a_time) {
+        const int64_t steps = std::min(columns_at_a_time, whole - k) / columns_of_dots;
+        for (int64_t p = 0; p < parts; p++) {
+          const int64_t first = (m1 - m0) * p / parts, rows = (m1 - m0) * (p + 1) / parts - first;
+          const uint16_t* x = of.x + (m0 + first) * stride + k;
+          for (int64_t n = 0; n < count; n += some_rows)
+            tiles[rows - 1](x, stride, panel.get() + n * stride + k, stride, steps, sums.get() + first * most + n, most);
+        }
+      }
+      for (int64_t m = m0; m < m1; m++)
+        for (int64_t n = 0; n < count; n += 16) {
+          const __mmask16 mask = static_cast<__mmask16>(count - n < 16 ? (1u << (count - n)) - 1 : ~0u);
+          __m512 some = _mm512_maskz_loadu_ps(mask, sums.get() + (m - m0) * most + n);
+          if (of.bias) some = _mm512_add_ps(some, bias_at(*of.bias, row + n, mask));
+          put(of.y + m * a.n + row + n, mask, some);
+        }
+    }
+  }
+}
+
+}  // namespace lowbit::cpu::avx512bf16
