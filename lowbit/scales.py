@@ -87,12 +87,12 @@ def outer_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
     """The float32 scale above the groups of matrices with largest magnitudes ``absmax`` [...].
 
     It maps the largest group scale to the largest number of the scale's format (NVIDIA's two-level rule for NVFP4).
-    With a zero point that is the scale of a group that reaches from -absmax to absmax.
+    With a zero point that is the scale of a group that reaches from -absmax to absmax. Raises ``ValueError`` where it is not
+    finite.
     """
     largest = scheme.fmt.symmetric_max if scheme.zero_point == "none" else scheme.fmt.max / 2
     outer = _over(absmax, largest * format_named(scheme.scale).max).to(torch.float32)
-    if absmax.dtype != torch.float32:
-        _check_finite(outer, absmax, "fp32")
+    _check_finite(outer, absmax, "fp32")
     return outer
 
 

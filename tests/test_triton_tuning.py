@@ -96,6 +96,15 @@ def test_a_scheme_without_a_block_takes_that_of_its_bits():
     assert chosen(scheme=INT8) == blocks.rule("gemv", INT8, torch.float16, 1, 64, 128)
 
 
+@pytest.mark.parametrize("path", sorted(tables.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_table_in_the_package_is_one(path):
+    device = json.loads(path.read_text())["device"]
+    assert tables.shipped_file(device) == path
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tables.read(path, {"device": device})
+
+
 def test_what_was_measured_here_comes_before_what_is_shipped(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "SHIPPED", tmp_path)
     names = [blocks.key("gemv", INT4, 1, n, 128) for n in (64, 128)]

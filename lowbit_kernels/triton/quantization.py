@@ -33,11 +33,9 @@ _ELEMENTS = 4096  # numbers a block has where rows are short
 def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Packed codes, scales, zero points and outer scale of ``w`` [..., N, K], the same bytes as the reference's.
 
-    That one takes other methods than the whole range, and weights that it may refuse.
+    Raises ``ValueError``, as the reference does, for weights that are not finite and for scales that their format cannot hold.
     """
     *lead, n, k = w.shape
-    if method != "range" or w.numel() == 0:
-        return reference.quantize(w, scheme, method)
     rows, outer = w.reshape(-1, k), None
     if scheme.outer:
         low, high = torch.aminmax(w.reshape(math.prod(lead), n * k), dim=1)
@@ -45,7 +43,8 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
     packed, scale, zero, refused = _quantized(rows, scheme, None, outer, n)
     # In float32 the reference looks at no scale either, and waiting for the device would break a CUDA graph.
     if scheme.scale != "fp32" and bool(refused):
-        return reference.quantize(w, scheme, method)
+        reference.quantize(w, scheme, method)  # which says what is wrong
+        raise ValueError("a weight that is quantized must be finite, and this one holds NaN or infinity: remove them first")
     shape = (*lead, n, scale.shape[-1])
     return (
         packed.view(*lead, n, -1), scale.view(shape), None if zero is None else zero.view(shape),
@@ -136,7 +135,11 @@ def _groups(size: int) -> str | None:
 
 
 def _refusal(call: Call) -> str | None:
-    """Formats and scales that are searched for, since anyone may add some, and rows that are too long."""
+    """Methods, formats and scales, of which anyone may add some, and rows that are too long or empty."""
+    if call.method not in (None, "range"):
+        return f"method: takes range, got {call.method}"
+    if call.n == 0 or call.k == 0:
+        return "size: takes weights with elements, got none"
     if call.scheme.groups(call.k) > _MOST_GROUPS or call.scheme.group(call.k) > _MOST_COLUMNS:
         return f"K: takes {_MOST_GROUPS} groups, and {_MOST_COLUMNS} columns in one, got {call.k}"
     if encoding(call.scheme.format) is None:

@@ -81,7 +81,7 @@ def quantize(
     """One group of each of ROWS rows of ``x`` [R, K]: STEPS blocks of WORDS words of eight, read once where there is one block.
 
     ``GROUP``: 0, the whole row. ``REACH``: the number that the largest of a group becomes. ``N`` rows share an outer scale.
-    ``refused``: set where a scale is not finite, or one of float16 is zero, which the reference looks at.
+    ``refused``: set where a scale is not finite, or one of float16 is zero for numbers that are not.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < R
@@ -118,7 +118,7 @@ def quantize(
         )  # fmt: skip
         tl.store(scale_ptr + row * stride_scale + group, stored, mask=row_mask)
         finite = (tl.abs(scale) < float("inf")) & (largest < float("inf"))
-        sound = finite & (scale > 0.0) if SCALE == "fp16" else finite
+        sound = finite & ((scale > 0.0) | (largest == 0.0)) if SCALE == "fp16" else finite
         tl.store(refused_ptr + tl.zeros([ROWS], tl.int32), tl.full([ROWS], 1, tl.int32), mask=row_mask & (sound == 0))
         scale, low = tl.where(finite, scale, 1.0), tl.where(finite, low, 0.0)  # else no code means a number
         if HAS_OUTER:
