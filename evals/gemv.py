@@ -8,6 +8,7 @@ to wait for it. The float weight runs beside the quantized ones, under the same 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from lowbit import trace_kernels
+from lowbit import strict, trace_kernels
 from lowbit.environment import cpu_instructions
 from lowbit.recipe import Recipe
 
@@ -51,21 +52,23 @@ def measure(
     others: Sequence[str] = (),
     seconds: float = 45,
     cold: bool = True,
+    kernels: Sequence[str] = (),
     progress: Callable[[str], None] = lambda what: None,
     keep: Callable[[dict[str, Any]], None] = lambda figures: None,
 ) -> dict[str, Any]:
     """Time ``QLinear.forward`` for each scheme, shape (N, K) and number of rows of x, beside F.linear in ``dtype``.
 
     ``schemes``: recipes, or their names. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
-    ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. Returns plain data:
+    ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. ``kernels``: the rows of
+    the registry that may run, all if none is named. Returns plain data:
     ``rows`` as of :func:`row_of`, ``peers``, the same for them, and ``failures``, each with the error of a figure that could
     not be taken. ``keep`` is called with what there is after each shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
     recipes = {what if isinstance(what, str) else what.name: Recipe.of(what) for what in schemes}
     limits = Limits(where, repeats, cold)
-    one = _Run(batches, where, dtype, repeats, layout, limits, cold, progress)
-    figures: dict[str, Any] = {"device": device_name(where), "dtype": str(dtype), "cold": cold}
+    one = _Run(batches, where, dtype, repeats, layout, limits, cold, progress, kernels)
+    figures: dict[str, Any] = {"device": device_name(where), "dtype": str(dtype), "cold": cold, "kernels": [*kernels]}
     figures |= {"rows": [], "peers": [], "failures": []}
     float_us: dict[tuple[int, int, int], float] = {}
     for n, k in shapes:
@@ -135,6 +138,7 @@ class _Run(NamedTuple):
     limits: Limits
     cold: bool
     progress: Callable[[str], None]
+    kernels: Sequence[str]
 
     def rows(self, name: str, recipe: Recipe | None, n: int, k: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """(M, its row), or the error in place of the row; the copies of the weight serve every M.
@@ -154,9 +158,10 @@ class _Run(NamedTuple):
                 if not layers:
                     layers, size, held = _copies(recipe, n, k, self.device, self.dtype, self.layout, self.cold)
                 x = torch.randn(m, k, dtype=self.dtype, device=self.device)
-                times = timed(layers, x, chained=n == k, repeats=self.repeats)
-                with trace_kernels() as trace:
-                    layers[0](x)
+                with strict(*self.kernels) if self.kernels else contextlib.nullcontext():
+                    times = timed(layers, x, chained=n == k, repeats=self.repeats)
+                    with trace_kernels() as trace:
+                        layers[0](x)
                 receipt = next(iter(trace.counts), None)
                 ran = ("F.linear", str(self.dtype)) if receipt is None else (receipt.kernel, receipt.contract)
                 found.append((m, {"scheme": name, "kernel": ran[0], "contract": ran[1], "layout": held}, times))

@@ -49,6 +49,14 @@ def test_gemv_measures_a_layout_and_a_recipe_with_activations(capsys):
         gemv.measure(["int44"], [(64, 64)])
 
 
+def test_a_kernel_that_is_named_is_the_one_that_is_measured():
+    found = gemv.measure(["int4"], [(64, 128)], (1, 3), "cpu", repeats=1, kernels=["reference_linear"])
+    assert {row["kernel"] for row in found["rows"] if row["scheme"] == "int4"} == {"reference_linear"}
+    assert found["kernels"] == ["reference_linear"]
+    (failure,) = gemv.measure(["int4"], [(64, 128)], (1,), "cpu", repeats=1, kernels=["cpu_quantize"])["failures"]
+    assert "none takes" in failure["error"]
+
+
 def test_what_cannot_be_measured_is_a_failure_with_its_reason():
     found = gemv.measure(["int4"], [(64, 256)], (1,), repeats=1, layout="spiral")
     assert [r["scheme"] for r in found["rows"]] == ["float"]

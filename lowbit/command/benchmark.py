@@ -24,6 +24,7 @@ def gemv(
     batches: Annotated[str, typer.Option(help="Rows of x, with commas between; all: 1 to 4096.")] = "1,8",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     layout: Annotated[str, typer.Option(help="Of the weights: default (what quantize_ gives), or a layout's name.")] = "default",
+    kernels: Annotated[str, typer.Option(help="Only these kernels of lowbit env, with commas between.")] = "",
     peers: Annotated[str, typer.Option(help="Also other libraries: their names with commas between, or all.")] = "",
     peer_seconds: Annotated[float, typer.Option(min=1, help="The most that the process of one of them may take.")] = 45,
     repeats: Annotated[int, typer.Option(min=1, help="Walks over all copies; each figure is their median.")] = 9,
@@ -65,7 +66,7 @@ def gemv(
         done = iter(range(total))
         measured = gemv.measure(
             names, sizes, rows, device, repeats=repeats, layout=layout, others=others, seconds=peer_seconds,
-            cold=not warm,
+            cold=not warm, kernels=_names(kernels),
             progress=lambda what: progress(what, next(done), total), keep=keep,
         )  # fmt: skip
     result = {**came_from, **measured}
