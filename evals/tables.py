@@ -197,8 +197,9 @@ def _gemv_block(result: dict[str, Any]) -> str:
         speed = f"{first['us']:.1f}", f"{first['billion_weights_per_second']:.0f}", f"{first['fraction_of_limit']:.2f}"
         return name, first["by"], *speed, *ratios
 
-    warm = "" if result.get("cold", True) else ", weights warm"
-    title = f"{result['device']}, {n} x {k}, {result['dtype']} x{warm}, torch {result['versions']['torch']}, {result['date']}:"
+    how = "" if result.get("cold", True) else ", weights warm"
+    how += f", {' and '.join(only)} alone" if (only := result.get("kernels")) else ""
+    title = f"{result['device']}, {n} x {k}, {result['dtype']} x{how}, torch {result['versions']['torch']}, {result['date']}:"
     head = f"scheme |kernel at M = {min(batches)} |us|billion weights/s|of the limit"
     head += "".join(f"|times F.linear, M = {m}" for m in batches)
     return f"{title}\n\n{_markdown(head, (row(name) for name in dict.fromkeys(r['name'] for r in here)))}"
