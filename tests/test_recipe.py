@@ -142,7 +142,7 @@ def test_every_recipe_is_measured_and_has_its_line(toy, tmp_path):
 
 def test_every_rounder_is_measured_and_has_its_line(toy):
     material = Material.read(limit=1, chunks=1, context=64, compared=2)
-    rows = rounders.measure(["int3", "gptq(int3)"], material, rows=2)
+    rows = rounders.measure(["int3", "gptq(int3)"], material, rows=8)  # of fewer it learns what does not hold elsewhere
     assert [row["recipe"] for row in rows] == ["float", "int3", "gptq(int3)"]
     assert rows[0]["divergence"] is None
     assert 0 < rows[2]["divergence"]["kl"] < rows[1]["divergence"]["kl"]
