@@ -15,7 +15,7 @@ DEMO_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
-SOURCES := $(shell find csrc -type f 2>/dev/null)
+SOURCES := $(shell find csrc -type f -not -name '*.pyc' 2>/dev/null)
 
 .PHONY: demo test lint install clean
 
