@@ -225,6 +225,19 @@ def _generate_block(result: dict[str, Any]) -> str:
     return f"{title}\n\n{_markdown(head, map(row, result['rows']))}"
 
 
+def host_table(results: list[dict[str, Any]]) -> str:
+    """Eager calls with the host time of each, one machine after the other."""
+    return "\n\n".join(map(_host_block, results))
+
+
+def _host_block(result: dict[str, Any]) -> str:
+    def row(r: dict[str, Any]) -> tuple[Any, ...]:
+        return f"{r['n']} x {r['k']}", f"`{r['scheme']}`", f"{r['us']:.1f}", f"{r['host_us']:.1f}", f"{r['times_float']:.2f}"
+
+    title = f"{result['device']}, one row of x, eager, {result['dtype']}, torch {result['versions']['torch']}, {result['date']}:"
+    return f"{title}\n\n{_markdown('weight |scheme |us|host, us|times float', map(row, result['eager']))}"
+
+
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "sqnr": sqnr_table,
     "demo": demo_table,
@@ -236,6 +249,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "quantizing": quantizing_table,
     "gemv": gemv_table,
     "generate": generate_table,
+    "host": host_table,
 }
 
 

@@ -305,9 +305,12 @@ def test_a_call_takes_the_entry_that_is_most_like_it():
 
 
 def test_host_time_stands_beside_a_float_layer(capsys, monkeypatch, tmp_path):
+    from lowbit.evals import eager as walks
     from lowbit.evals import host_time
 
     monkeypatch.setattr(host_time, "_ROUNDS", 1)
+    monkeypatch.setattr(walks, "_ROUNDS", 1)
+    monkeypatch.setattr(walks, "copies_of", lambda size, device: 2)
     schemes = ("float", "int4", "int8_dynamic_activation_int8_weight")
     arguments = ["bench", "host", "--schemes", "int4,int8_dynamic_activation_int8_weight", "--size", "32", "--batches", "1,9"]
     assert run([*arguments, "--json", "--report", str(tmp_path / "host.json")]) == 0
@@ -315,8 +318,13 @@ def test_host_time_stands_beside_a_float_layer(capsys, monkeypatch, tmp_path):
     assert figures == json.loads((tmp_path / "host.json").read_text())
     assert [(r["m"], r["scheme"]) for r in figures["rows"]] == [(m, s) for m in (1, 9) for s in schemes]
     assert all(r["us"] > 0 and r["stack_us"] > 0 and r["kernel"] for r in figures["rows"])
+    assert figures["eager"] == []
     assert run(arguments) == 0
     assert "operator us" in capsys.readouterr().out
+    assert run([*arguments, "--shapes", "64x32", "--json"]) == 0
+    eager = json.loads(capsys.readouterr().out)["eager"]
+    assert [(r["scheme"], r["n"], r["k"]) for r in eager] == [(s, 64, 32) for s in schemes]
+    assert all(0 < r["host_us"] <= r["us"] and r["times_float"] > 0 for r in eager)
     assert run(["bench", "host", "--batches", "few"]) != 0
     assert "as in 1,8" in capsys.readouterr().err
 

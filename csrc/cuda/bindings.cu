@@ -66,10 +66,7 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   Gemv a = {};
   a.n = packed.size(0);
   a.k = x.size(x.dim() - 1);
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = a.n;
-  int64_t m = 1;
-  for (size_t i = 0; i + 1 < shape.size(); i++) m *= shape[i];
+  const auto [shape, m] = ShapeOfProduct(x, a.n);
   STD_TORCH_CHECK(m <= most_rows, "x must have at most ", most_rows, " rows, got ", m);
   a.m = static_cast<int>(m);
   a.group = group_size == -1 ? (a.k > 0 ? a.k : 1) : group_size;

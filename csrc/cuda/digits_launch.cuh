@@ -8,6 +8,7 @@
 
 #include "digits.cuh"
 #include "digits_fields.cuh"
+#include "gpu.h"
 
 namespace lowbit::cuda {
 
@@ -27,27 +28,6 @@ cudaError_t launch_digits_of_e2m1(Digits a, int m, int group, DigitsPlan plan, c
 // Signed integers of eight bits, a group of 32 under e8m0.
 cudaError_t launch_digits_of_mxint8(Digits a, int m, int group, DigitsPlan plan, cudaStream_t stream);
 
-struct Device {
-  int processors, memory, generation;  // generation: 80, 90, ...
-};
-
-inline cudaError_t this_device(int& index, Device& device) {
-  static std::atomic<int> known[64][3];
-  if (const cudaError_t error = cudaGetDevice(&index); error != cudaSuccess) return error;
-  std::atomic<int>(&kept)[3] = known[index % 64];
-  if (kept[2] == 0 || index >= 64) {
-    int major = 0, minor = 0, processors = 0, memory = 0;
-    for (const auto& [to, what] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
-                                   std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
-                                   std::pair{&processors, cudaDevAttrMultiProcessorCount},
-                                   std::pair{&memory, cudaDevAttrMaxSharedMemoryPerBlockOptin}})
-      if (const cudaError_t error = cudaDeviceGetAttribute(to, what, index); error != cudaSuccess) return error;
-    kept[0] = processors, kept[1] = memory, kept[2] = 10 * major + minor;
-  }
-  device = {kept[0], kept[1], kept[2]};
-  return cudaSuccess;
-}
-
 // Warps that share out the units of a row evenly: as many as there are, or of `most` and down to three quarters of them those
 // that waste the least.
 inline int column_warps_for(int units, int most) {
@@ -64,8 +44,8 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   constexpr int slice_size = W::columns / 64 * W::template Order<M>::size_of_pair;
   const auto kernel = digits_linear<W, M>;
   int index = 0;
-  Device device = {};
-  if (const cudaError_t error = this_device(index, device); error != cudaSuccess) return error;
+  Gpu device = {};
+  if (const cudaError_t error = this_gpu(index, device); error != cudaSuccess) return error;
   static std::atomic<bool> may_use_all[64];
   if (index >= 64 || !may_use_all[index]) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.memory);

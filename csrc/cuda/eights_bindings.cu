@@ -58,10 +58,7 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::opti
   STD_TORCH_CHECK(is_beside(scale_any, x) && scale_any.dim() == 2 && scale_any.size(0) == n && scale_any.size(1) == groups,
                   "scale must be on the device of x and [", n, ", ", groups, "]");
   const Tensor scale = groups > 1 && scale_any.stride(1) != 1 ? torch::stable::contiguous(scale_any) : scale_any;
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = n;
-  int64_t m = 1;
-  for (size_t i = 0; i + 1 < shape.size(); i++) m *= shape[i];
+  const auto [shape, m] = ShapeOfProduct(x, n);
   STD_TORCH_CHECK(m < (int64_t{1} << 31) - 256 && n < (int64_t{1} << 31) - 256, "x and the weight must have fewer than 2^31 rows");
 
   eights::Product8 a = {};

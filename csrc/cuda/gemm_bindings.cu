@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "gemm_launch.h"
-#include "host.h"
+#include "weight_in_tiles.h"
 
 namespace lowbit::cuda {
 
@@ -66,14 +66,6 @@ constexpr Known known_formats[] = {
     {"fp8_e4m3fn", Family::e4m3, 8, false, 1},  {"fp8_e5m2", Family::e5m2, 8, false, 1},   {"nf4", Family::nf4, 4, false, 1},
 };
 
-bool is_on_16_bytes(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
-void check(const Tensor& t, const char* name, const Tensor& x, int64_t rows, int64_t columns) {
-  const bool right = t.dim() == 2 && t.size(0) == rows && t.size(1) == columns;
-  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == x.get_device_index() && right, name, " must be on the device of x and [",
-                  rows, ", ", columns, "]");
-}
-
 ScaleType scale_type_of(const Tensor& scale, const std::string& name) {
   const ScalarType dtype = scale.scalar_type();
   if (name == "fp32" && dtype == ScalarType::Float) return ScaleType::float32;
@@ -85,13 +77,12 @@ ScaleType scale_type_of(const Tensor& scale, const std::string& name) {
                   torch::headeronly::toString(dtype), " for ", name);
 }
 
-Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<Tensor> zero_any,
-                    std::optional<Tensor> outer_any, std::optional<Tensor> bias_any, std::string format, std::string scale_name,
-                    int64_t group_size, int64_t columns, int64_t parts, int64_t early, int64_t shared) {
+Tensor tiles_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
+                    std::optional<Tensor> bias, std::string format, std::string scale_name, int64_t group_size,
+                    int64_t columns, int64_t parts, int64_t early, int64_t shared) {
   const ScalarType dtype = x_any.scalar_type();
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
                   "x must be float16 or bfloat16 [..., K] on a CUDA device");
-  STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
   const Known* known = nullptr;
   for (const Known& k : known_formats)
     if (format == k.name) known = &k;
@@ -104,51 +95,28 @@ Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::opti
   STD_TORCH_CHECK(shared >= 0 && shared <= 2, "shared must be 0 (chosen), 1 (no tiles) or 2 (those of the last turn), got ",
                   shared);
   const OnDevice guard(x_any.get_device_index());
-  const Tensor scale = dense(scale_any);
-  Tensor x = dense(x_any), packed = dense(packed_any);
-  Tensor zero = scale, outer = scale, bias = scale;  // kept until the launch
-  if (!is_on_16_bytes(packed.const_data_ptr())) packed = torch::stable::clone(packed);
-
-  Gemm a = {};
-  a.n = packed.size(0);
+  Tensor x = dense(x_any);
   const int64_t k = x.size(x.dim() - 1);
-  STD_TORCH_CHECK(k > 0 && k % 8 == 0 && k < (int64_t{1} << 31) - 512, "x must have a multiple of 8 columns, up to 2^31 - 512, got ", k);
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = a.n;
-  int64_t m = 1;
-  for (size_t i = 0; i + 1 < shape.size(); i++) m *= shape[i];
+  STD_TORCH_CHECK(k > 0 && k % 8 == 0, "x must have a multiple of 8 columns, got ", k);
+  Gemm a = {};
+  a.scale_type = scale_type_of(scale, scale_name);
+  const WeightInTiles weight(x, k, packed, scale, zero_point, outer, bias, known->bits, group_size, size_of(a.scale_type));
+  a.n = weight.n;
+  const auto [shape, m] = ShapeOfProduct(x, a.n);
   STD_TORCH_CHECK(m < (int64_t{1} << 20), "x must have fewer than 2^20 rows, got ", m);
   a.m = static_cast<int>(m);
-  a.scale_type = scale_type_of(scale, scale_name);
-  a.has_zero = zero_any.has_value();
+  a.has_zero = weight.has_zero;
   a.is_signed = known->is_signed;
   a.factor = known->factor;
-  a.unit = UnitPlan::of(known->bits, static_cast<int>(group_size), size_of(a.scale_type), a.has_zero);
+  a.unit = weight.unit;
   for (a.group_shift = 4; 1 << a.group_shift < a.unit.group;) a.group_shift++;
-  a.tiles = (a.n + rows_of_tile - 1) / rows_of_tile;
-  a.units_of_row = static_cast<int>((k + a.unit.columns - 1) / a.unit.columns);
-  check(packed, "packed", x, a.n, a.n ? (a.tiles * a.units_of_row * a.unit.size + a.n - 1) / a.n : packed.size(1));
-  check(scale, "scale", x, a.n, group_size == -1);
-  a.units = static_cast<const uint8_t*>(packed.const_data_ptr());
-  a.scale = scale.const_data_ptr();
-  if (zero_any) {
-    zero = dense(*zero_any);
-    check(zero, "zero_point", x, a.n, scale.size(1));
-    STD_TORCH_CHECK(zero.scalar_type() == ScalarType::Byte, "zero_point must be uint8, got ",
-                    torch::headeronly::toString(zero.scalar_type()));
-    if (!a.unit.groups) a.zero_point = static_cast<const uint8_t*>(zero.const_data_ptr());
-  }
-  if (outer_any) {
-    outer = dense(*outer_any);
-    STD_TORCH_CHECK(outer.is_cuda() && outer.numel() == 1 && outer.scalar_type() == ScalarType::Float, "outer must be one float32");
-    a.outer = static_cast<const float*>(outer.const_data_ptr());
-  }
-  if (bias_any) {
-    STD_TORCH_CHECK(bias_any->is_cuda() && bias_any->dim() == 1 && bias_any->numel() == a.n && bias_any->scalar_type() == dtype,
-                    "bias must have the dtype and device of x and shape [", a.n, "]");
-    bias = dense(*bias_any);
-    a.bias = bias.const_data_ptr();
-  }
+  a.tiles = weight.tiles;
+  a.units_of_row = weight.units_of_row;
+  a.units = weight.units();
+  a.scale = weight.scale.const_data_ptr();
+  a.zero_point = weight.zeros_of_rows();
+  a.outer = weight.outer_scale();
+  a.bias = weight.biases();
   Tensor y = empty_like(x, shape);
   if (m == 0 || a.n == 0) return y;
   if (!is_on_16_bytes(x.const_data_ptr())) x = torch::stable::clone(x);
@@ -165,7 +133,7 @@ Tensor tiles_linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::opti
   struct Holder {
     const Tensor& like;
     std::optional<Tensor> kept;
-  } holder = {packed, {}};
+  } holder = {weight.packed, {}};
   const auto allocate = [](void* to, int64_t bytes) -> void* {
     Holder& h = *static_cast<Holder*>(to);
     h.kept = empty_like(h.like, {bytes});

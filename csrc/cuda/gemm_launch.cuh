@@ -35,10 +35,12 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
   const int parts = a.alone == tiles ? a.blocks : 2 * a.blocks;
   const int piece = columns_of_piece(S::columns, a.unit.columns);
   a.pieces_of_row = static_cast<int>((k + piece - 1) / piece);
+  const bool is_short = S::columns == 64 && a.unit.columns < 512;  // two stages of such units are soon over
   const auto memory = [&] { return GemmMemory<S>(a.unit.size, a, table, 2048).total; };
   const auto fit = [&](int least_weights, int least_x) {
     a.x_stages = S::columns <= 64 ? 6 : 4;
     a.weight_stages = std::clamp((a.units_of_row + parts - 1) / parts, 2, 6);
+    while (is_short && a.x_stages > 4 && memory() > most_memory) a.x_stages--;
     while (a.weight_stages > least_weights && memory() > most_memory) a.weight_stages--;
     while (a.x_stages > least_x && memory() > most_memory) a.x_stages--;
     return memory() <= most_memory;

@@ -37,6 +37,16 @@ inline torch::stable::Tensor empty_like(const torch::stable::Tensor& like, const
   return torch::stable::Tensor(made);
 }
 
+// The shape of x [..., K] times a weight of n rows, and how many rows of x there are.
+struct ShapeOfProduct {
+  std::vector<int64_t> sizes;
+  int64_t m = 1;
+  ShapeOfProduct(const torch::stable::Tensor& x, int64_t n) : sizes(x.sizes().begin(), x.sizes().end()) {
+    sizes.back() = n;
+    for (size_t i = 0; i + 1 < sizes.size(); i++) m *= sizes[i];
+  }
+};
+
 // How a weight is to be decoded, in one number, as lowbit_kernels/cuda.py writes it: each argument of an operator costs time.
 struct Kind {
   int64_t bits, exponent, group_size;  // exponent: bits of a float's, 0 for integers, -1 for a table; group_size: -1 for the row

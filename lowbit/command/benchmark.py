@@ -154,6 +154,9 @@ def host(
     size: Annotated[
         int, typer.Option(min=1, help="Rows and columns of each weight: small, so that the device never lags.")
     ] = 256,
+    shapes: Annotated[
+        str, typer.Option(help="N x K of cold weights whose eager calls are measured too, as in 4096x4096, commas between.")
+    ] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     report: ReportOption = None,
     json: JsonOption = False,
@@ -161,18 +164,24 @@ def host(
     """Host time of a call: what Python, the dispatcher and the launch take beside the kernel, next to a float layer's."""
     import torch
 
-    from lowbit.evals import host_time
+    from lowbit.evals import eager, host_time
     from lowbit.evals.results import origin
 
     try:
-        rows = _counts(batches)
+        rows, sizes = _counts(batches), [_shape(shape) for shape in shapes.split(",") if shape]
     except ValueError:
-        raise typer.BadParameter(f"batches are as in 1,8, got {batches}") from None
+        raise typer.BadParameter(f"batches are as in 1,8 and shapes as in 4096x4096, got {batches} and {shapes}") from None
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device: use --device cpu")
     result = {**origin(), **host_time.measure(_recipes(schemes), size, rows, device)}
+    result["eager"] = eager.measure(_recipes(schemes), sizes, device)
     write_report(result, report)
-    print_json(result) if json else print_table(host_time.table(result))
+    if json:
+        print_json(result)
+        return
+    print_table(host_time.table(result))
+    if sizes:
+        print_table(eager.table(result["eager"]))
 
 
 @bench.command("memory")
