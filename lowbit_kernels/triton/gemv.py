@@ -10,6 +10,24 @@ import triton.language as tl
 from .codes import _FLOATS, _INTEGERS, eight, field, halves, load_words, numbers, scale_of
 
 
+@triton.jit
+def store_sums(
+    y, scale_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr, n, n_mask, stride_scale,
+    SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``n`` of ``y``, rounded once: their sums times the scale of the row, if its groups had none, and of the tensor, and
+    the bias."""
+    if GROUP == 0:
+        stored = tl.load(scale_ptr + n.to(tl.int64) * stride_scale, mask=n_mask, other=0)
+        y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
+    if HAS_OUTER:
+        y *= tl.load(outer_ptr)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+
+
 @triton.jit(do_not_specialize=["opaque"])
 def gemv(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, table_ptr, scale_table_ptr, y_ptr,
@@ -94,12 +112,7 @@ def gemv(
         if GROUP > 0:
             part *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
         total += part
-    y = tl.sum(total, axis=1)
-    if GROUP == 0:
-        stored = tl.load(scale_ptr + row * stride_scale, mask=n_mask, other=0)
-        y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
-    if HAS_OUTER:
-        y *= tl.load(outer_ptr)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+    store_sums(
+        tl.sum(total, axis=1), scale_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr, n, n_mask, stride_scale,
+        SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR, GROUP, HAS_OUTER, HAS_BIAS,
+    )  # fmt: skip

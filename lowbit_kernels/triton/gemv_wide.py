@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .codes import _INTEGERS, eight, scale_of
+from .gemv import store_sums
 
 
 @triton.jit
@@ -136,11 +137,7 @@ def gemv_wide(
         y *= FACTOR
     else:
         y *= FACTOR / 5192296858534827628530496329220096.0  # 2**112: the exponent's bias is 15, and not 127
-    if GROUP == 0:
-        stored = tl.load(scale_ptr + row * stride_scale, mask=n_mask, other=0)
-        y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
-    if HAS_OUTER:
-        y *= tl.load(outer_ptr)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+    store_sums(
+        y, scale_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr, n, n_mask, stride_scale,
+        SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR, GROUP, HAS_OUTER, HAS_BIAS,
+    )  # fmt: skip
