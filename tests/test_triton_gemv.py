@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(ROW.available() is not None, reason=str(ROW.avai
 
 SCHEMES = (
     "uint4:g32:zint:bf16", "uint4:g128:zint:fp16", "uint4:row:zint:fp32", "int4:g64:bf16", "int4:row:bf16", "fp4_e2m1:g32:e8m0",
-    "fp4_e2m1:g32:fp8_e4m3fn:outer", "fp4_e2m1:g96:bf16",
+    "fp4_e2m1:g32:fp8_e4m3fn:outer", "fp4_e2m1:g96:bf16", "fp4_e2m1:g16:fp8_e4m3fn:outer", "int4:g16:fp16",
 )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from lowbit.scheme import Scheme
 from ..registry import ALL_PLAIN_SCALES, Call, Kernel, register
 from .blocks import block
 from .decodings import FLOATS, decoding
-from .linear import ON_A_CPU, compiles, launch_options, on_device, starts_early
+from .linear import ON_A_CPU, compiles
+from .operands import launch_options, on_device, starts_early
 from .quantization import round_rows
 
 __all__ = ["codes_product", "eights_linear"]

@@ -103,7 +103,7 @@ def rule(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int
     """What was good on an H200 for such shapes, where no table says more."""
     if kernel == "gemv":
         return _wide(n, k) if takes_wide(scheme, dtype, k) else narrow(n, k)
-    return _gemm(m, n, k, dtype) if kernel == "gemm" else _eights(m)
+    return _gemm(m, n, k, dtype, scheme.bits) if kernel == "gemm" else _eights(m)
 
 
 def takes_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
@@ -112,7 +112,7 @@ def takes_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
     how = decoding(scheme.format)
     plain = how.kind == INTEGERS or (how.kind == FLOATS and how.special == 0 and how.mantissa <= 1)
     group = 0 if scheme.group(k) >= k else scheme.group_size
-    whole = scheme.bits == 4 and k % 32 == 0 and group % 32 == 0
+    whole = scheme.bits == 4 and k % 32 == 0 and (group % 32 == 0 or (group == 16 and scheme.zero_point == "none"))
     return plain and whole and dtype != torch.float32 and scheme.zero_point != "float"
 
 
@@ -131,7 +131,7 @@ def narrow(n: int, k: int) -> Block:
     return {"ROWS": rows, "WORDS": 32 * warps * wide, "num_warps": warps}
 
 
-def _gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Block:
+def _gemm(m: int, n: int, k: int, dtype: torch.dtype, bits: int) -> Block:
     if dtype == torch.float32:  # products on the ordinary cores: a block holds what fits their registers
         return {"BLOCK_M": 16 if m <= 16 else 32, "BLOCK_N": 32, "WORDS": 16, "num_warps": 4, "STAGES": 1, "PARTS": 1}
     if m == 1:
@@ -139,9 +139,11 @@ def _gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Block:
     elif m <= 16:
         block_m, block_n, warps, stages, each = (8 if m <= 8 else 16), 64, 2, (3 if m <= 8 else 4), 8
     elif m <= 64:
-        block_m, block_n, warps, stages, each = (32 if m <= 32 else 64), 128, 4, 3, 2
+        block_m, block_n, warps, stages, each = (32 if m <= 32 else 64), 128, 4, 4, 2
     else:  # of an expert's rows there may be any number
         block_m, block_n, warps, stages, each = 128, 128, 8, 2, 2
+    if bits % 2 and m <= 64:  # sixteen bytes of a plane of one bit a thread would go by way of shared memory
+        warps *= 2
     tiles = -(-n // block_n) * -(-m // block_m)
     parts = max(1, min(8, each * _PROCESSORS // tiles, k // 1024))  # blocks enough for several to share a processor
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}

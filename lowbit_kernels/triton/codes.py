@@ -43,6 +43,17 @@ def load_plane(rows, row_mask, word, K, WIDTH: tl.constexpr, ALIGNED: tl.constex
 
 
 @triton.jit
+def _plane_bytes(K, WIDTH: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr):
+    """The bytes of a row's plane. Blocks of WORDS words that are all whole leave it at a multiple of as many, which the compiler
+    cannot know, and needs for copies of several bytes."""
+    if EVEN:
+        size = tl.multiple_of(K // 8, WORDS) * WIDTH
+    else:
+        size = (K * WIDTH + 7) // 8
+    return size
+
+
+@triton.jit
 def load_words(rows, row_mask, word, K, BITS: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr):
     """Words ``word`` [B], eight codes each, of the packed rows at the pointers ``rows`` [R]: three times int32 [R, B].
 
@@ -68,10 +79,10 @@ def load_words(rows, row_mask, word, K, BITS: tl.constexpr, ALIGNED: tl.constexp
         first = load_plane(rows, row_mask, word, K, FIRST, ALIGNED, EVEN)
         second = first
         third = first
-        plane = rows + (K * FIRST + 7) // 8
+        plane = rows + _plane_bytes(K, FIRST, word.shape[0], EVEN)
         if BITS == 6 or BITS == 7:
             second = load_plane(plane, row_mask, word, K, 2, ALIGNED, EVEN)
-            plane += (K * 2 + 7) // 8
+            plane += _plane_bytes(K, 2, word.shape[0], EVEN)
         if BITS == 3 or BITS == 5:
             second = load_plane(plane, row_mask, word, K, 1, ALIGNED, EVEN)
         if BITS == 7:
@@ -202,3 +213,35 @@ def of_words(columns, step, GROUP: tl.constexpr, WORDS: tl.constexpr):
         for g in tl.static_range(1, len(columns)):
             found = tl.where(group[None, :] == g, columns[g], found)
     return found
+
+
+@triton.jit
+def load_stored(pointers, ramp_ptr, row_mask, step, K, GROUP: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr):
+    """:func:`load_groups` and :func:`of_words` in one, for rows ``pointers`` [R] at multiples of four bytes, groups and blocks
+    of which one is a multiple of the other.
+
+    Groups come four bytes at a time, the least that the copies which run ahead of a loop take. ``ramp_ptr``: 0, 1, 2, ... in
+    memory. All that is done to a weight on the way to a product has to begin at loads, else the compiler does it elsewhere, and
+    brings the weight to the threads that multiply it by way of shared memory: so not even a shift may come from a range.
+    """
+    DTYPE: tl.constexpr = pointers.dtype.element_ty
+    SIZE: tl.constexpr = DTYPE.primitive_bitwidth
+    PER: tl.constexpr = 32 // SIZE
+    EACH: tl.constexpr = GROUP // 8
+    TOUCHED: tl.constexpr = 1 if EACH >= WORDS else WORDS // EACH
+    tl.static_assert(EACH % WORDS == 0 or WORDS % EACH == 0)
+    first = step * WORDS // EACH
+    there = pointers.to(tl.pointer_type(tl.int32)) + first // PER
+    words = tl.load(there, mask=row_mask, other=0)[:, None]
+    group = tl.arange(0, WORDS if TOUCHED > 1 else 1)[None, :] // EACH
+    if PER > 1 or TOUCHED > 1:
+        place = tl.load(ramp_ptr + (group if TOUCHED >= PER else first % PER + group))
+    for w in tl.static_range(1, TOUCHED // PER):
+        mask = row_mask & (tl.full([pointers.shape[0]], 0, tl.int32) + (first + w * PER) * GROUP < K)
+        words = tl.where(place // PER == w, tl.load(there + w, mask=mask, other=0)[:, None], words)
+    if PER > 1:
+        words = words >> (place % PER * SIZE)
+    if TOUCHED > 1 and not EVEN:  # beyond K may stand anything
+        words = tl.where((first + group) * GROUP < K, words, 0)
+    bits = words.to(tl.int8 if SIZE == 8 else tl.int16 if SIZE == 16 else tl.int32)
+    return bits.to(DTYPE, bitcast=True)

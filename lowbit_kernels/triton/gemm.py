@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import _INTEGERS, field, load_groups, load_words, numbers, of_words, scale_of
-from .halves import as_float_bits, nibbles_as_floats
+from .codes import _INTEGERS, field, load_groups, load_stored, load_words, numbers, of_words, scale_of
+from .halves import as_float_bits, words_as_floats
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -28,17 +28,17 @@ def spread(x_ptr, spread_ptr, M, K, WORDS_ALL, stride_xm, stride_xk, EARLY: tl.c
 
 @triton.jit(do_not_specialize=["M", "M_ALL"])
 def gemm(
-    spread_ptr, packed_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, table_ptr, scale_table_ptr, y_ptr,
+    spread_ptr, packed_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, table_ptr, scale_table_ptr, ramp_ptr, y_ptr,
     M, M_ALL, N, K, WORDS_ALL, stride_packed, stride_scale, stride_zero,
     BITS: tl.constexpr, KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL: tl.constexpr,
     FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, HOW: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ON_CUDA: tl.constexpr, PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_N, BLOCK_M] of ``y.T = W @ x.T``; of PARTS along K each its own ``y``, in float32 where there are several;
-    of experts one behind the other, each with M rows of x, the one of the grid's third axis.
+    """One tile [BLOCK_N, BLOCK_M] of ``y.T = W @ x.T``; of several parts along K, the grid's second axis, each its own ``y``, in
+    float32; of experts one behind the other, each with M rows of x, the one of the grid's third axis.
 
     ``HOW``: 0, exact numbers meet x, and the group's sum its scale, ``GROUP`` being 0 or a multiple of 8 WORDS; 1, each
     weight is its number times its scale, rounded once to the dtype of x; 2, the same in float32 before that.
@@ -46,11 +46,14 @@ def gemm(
     """
     DTYPE: tl.constexpr = spread_ptr.dtype.element_ty
     WIDE: tl.constexpr = tl.float32 == DTYPE or HOW == 2
-    ASM: tl.constexpr = ON_CUDA and not WIDE and BITS == 4 and SPECIAL == 0
+    BYTES: tl.constexpr = BITS == 8 and KIND == _INTEGERS and tl.bfloat16 == DTYPE  # 128 + code needs a bit more than there is
+    IN_PAIRS: tl.constexpr = ASM != "" and not WIDE
     MAGIC: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
     MAGIC_FLIPPED: tl.constexpr = (1024.0 if tl.float16 == DTYPE else 128.0) + FLIP
     # 2**112: the exponent's bias of float16 is 15, and that of bfloat16 127, as of float32
     MISSING: tl.constexpr = FACTOR / 5192296858534827628530496329220096.0 if tl.float16 == DTYPE else FACTOR
+    # What meets the weight itself comes by copies, as the weight does; the scales that meet a sum come a step ahead.
+    COPIED: tl.constexpr = WHOLE and GROUP > 0 and (GROUP % (8 * WORDS) == 0 or 8 * WORDS % GROUP == 0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -59,7 +62,7 @@ def gemm(
     row, wide_m = expert * N + n, expert * M + m  # a vocabulary's weight, or a long batch, passes 2**31 elements
     rows = packed_ptr + row * stride_packed
     at = tl.arange(0, WORDS)
-    steps = tl.cdiv(tl.cdiv(K, 8 * WORDS), PARTS)
+    steps = tl.cdiv(tl.cdiv(K, 8 * WORDS), tl.num_programs(1))
     begin = tl.program_id(1) * steps
     end = tl.minimum(begin + steps, tl.cdiv(K, 8 * WORDS))
     columns = spread_ptr + wide_m * WORDS_ALL
@@ -68,34 +71,43 @@ def gemm(
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scales, zeros = scale_ptr + row * stride_scale, zero_ptr + row * stride_zero
-    next_scale = load_groups(scales, n_mask, begin, K, GROUP, WORDS)
-    next_zero = load_groups(zeros, n_mask, begin, K, GROUP, WORDS) if ZERO > 0 else next_scale
+    if not (COPIED and HOW > 0):
+        next_scale = load_groups(scales, n_mask, begin, K, GROUP, WORDS)
+    if ZERO > 0 and not COPIED:
+        next_zero = load_groups(zeros, n_mask, begin, K, GROUP, WORDS)
     for step in tl.range(begin, end, num_stages=STAGES):
         word = step * WORDS + at
         a, b, c = load_words(rows, n_mask, word, K, BITS, ALIGNED, EVEN)
-        stored = of_words(next_scale, step, GROUP, WORDS)
+        following = tl.minimum(step + 1, end - 1)
+        if COPIED and HOW > 0:
+            stored = load_stored(scales, ramp_ptr, n_mask, step, K, GROUP, WORDS, EVEN)
+        else:
+            stored = of_words(next_scale, step, GROUP, WORDS)
+            if GROUP > 0:
+                next_scale = load_groups(scales, n_mask, following, K, GROUP, WORDS)
         scale = scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
-        if ZERO > 0:
+        if ZERO > 0 and COPIED:
+            zero = load_stored(zeros, ramp_ptr, n_mask, step, K, GROUP, WORDS, EVEN)
+        elif ZERO > 0:
             zero = of_words(next_zero, step, GROUP, WORDS)
-        if GROUP > 0:  # a step ahead: they are too narrow for the copies that run ahead of the loop by themselves
-            following = tl.minimum(step + 1, end - 1)
-            next_scale = load_groups(scales, n_mask, following, K, GROUP, WORDS)
-            if ZERO > 0:
+            if GROUP > 0:
                 next_zero = load_groups(zeros, n_mask, following, K, GROUP, WORDS)
         part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        if ASM:
-            halves = nibbles_as_floats(a, DTYPE, KIND, FLIP, MANTISSA)
+        if IN_PAIRS:
+            halves = words_as_floats(a, b, c, BITS, ASM)
         for j in tl.static_range(8):
             if WIDE:
                 q = numbers(field(a, b, c, j, BITS, 0), table_ptr, KIND, BITS, FLIP, MANTISSA, SPECIAL, FACTOR)
                 if ZERO > 0:
                     q -= zero.to(tl.float32)
-            elif BITS == 8 and KIND == _INTEGERS and tl.bfloat16 == DTYPE:
+            elif BYTES and IN_PAIRS:
+                q = halves[j].to(DTYPE, bitcast=True)
+            elif BYTES:
                 q = numbers(field(a, b, c, j, BITS, 0), table_ptr, KIND, BITS, FLIP, MANTISSA, SPECIAL, 1.0)
                 if ZERO == 1:
                     q -= zero.to(tl.float32)
             else:
-                if ASM:
+                if IN_PAIRS:
                     bits = halves[j]
                 else:
                     bits = as_float_bits(field(a, b, c, j, BITS, 0), DTYPE, KIND, BITS, FLIP, MANTISSA, SPECIAL)
@@ -124,7 +136,7 @@ def gemm(
         total *= scale_of(next_scale[0], scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
     if HAS_OUTER:
         total *= tl.load(outer_ptr + expert)
-    if PARTS == 1 and HAS_BIAS:
+    if HAS_BIAS:
         total += tl.load(bias_ptr + row, mask=n_mask, other=0.0).to(tl.float32)[:, None]
     y = y_ptr + (tl.program_id(1) * M_ALL.to(tl.int64) + wide_m)[None, :] * N + n[:, None]
     tl.store(y, total.to(y_ptr.dtype.element_ty), mask=n_mask[:, None] & m_mask[None, :])

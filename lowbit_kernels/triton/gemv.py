@@ -10,6 +10,31 @@ import triton.language as tl
 from .codes import _FLOATS, _INTEGERS, eight, field, halves, load_words, numbers, scale_of
 
 
+@triton.jit
+def store_sums(
+    y, scale_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr, n, n_mask, stride_scale,
+    SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``n`` of ``y``, rounded once: their sums times the scale of the row, if its groups had none, and of the tensor, and
+    the bias."""
+    if GROUP == 0:
+        stored = tl.load(scale_ptr + n.to(tl.int64) * stride_scale, mask=n_mask, other=0)
+        y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
+    if HAS_OUTER:
+        y *= tl.load(outer_ptr)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+
+
+@triton.jit
+def _four_floats(words, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        ASM, "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["opaque"])
 def gemv(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, table_ptr, scale_table_ptr, y_ptr,
@@ -18,12 +43,13 @@ def gemv(
     SPECIAL: tl.constexpr, FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """ROWS numbers of ``y``: WORDS words of each row at a time, whose fields meet every eighth column of x.
 
-    ``GROUP``: 0 where the whole row has one scale, else a multiple of 8. ``ZERO``: 0, none; 1, whole; 2, floats.
+    ``GROUP``: 0 where the whole row has one scale, else a multiple of 8. ``ZERO``: 0, none; 1, whole; 2, floats. ``ASM``: that of
+    :func:`.assembly.bytes_as_floats`.
     """
     # Integers lie at bit 4, where one instruction masks a field and makes it the last bits of 2**23 + 16 code.
     AT: tl.constexpr = 4 if BITS < 8 else 0
@@ -76,8 +102,12 @@ def gemv(
                 part += low * xs[j][None, :]
                 part += high * xs[j + 4][None, :]
         else:
+            if BITS == 8 and ASM != "":
+                qs = _four_floats(a, ASM) + _four_floats(b, ASM)
             for j in tl.static_range(8):
-                if ZERO == 1:
+                if BITS == 8 and ASM != "":
+                    q = qs[j]
+                elif ZERO == 1:
                     q = (field(a, b, c, j, BITS, AT) | 0x4B000000).to(tl.float32, bitcast=True) - zero
                 elif KIND == _INTEGERS:
                     q = ((field(a, b, c, j, BITS, AT) ^ (FLIP << AT)) | 0x4B000000).to(tl.float32, bitcast=True) - zero
@@ -94,12 +124,7 @@ def gemv(
         if GROUP > 0:
             part *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
         total += part
-    y = tl.sum(total, axis=1)
-    if GROUP == 0:
-        stored = tl.load(scale_ptr + row * stride_scale, mask=n_mask, other=0)
-        y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
-    if HAS_OUTER:
-        y *= tl.load(outer_ptr)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+    store_sums(
+        tl.sum(total, axis=1), scale_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr, n, n_mask, stride_scale,
+        SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR, GROUP, HAS_OUTER, HAS_BIAS,
+    )  # fmt: skip

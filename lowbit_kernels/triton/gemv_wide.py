@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .codes import _INTEGERS, eight, scale_of
+from .gemv import store_sums
 
 
 @triton.jit
@@ -77,8 +78,8 @@ def gemv_wide(
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of ``y``: QUADS times four words of each row at a time. K, and GROUP if it is not 0 (one scale a row), are
-    multiples of 32; rows lie at multiples of 16 bytes."""
+    """ROWS numbers of ``y``: QUADS times four words of each row at a time. K, and GROUP if it is not 0 (one scale a row) or
+    16 (with no zero points), are multiples of 32; rows lie at multiples of 16 bytes."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -97,10 +98,11 @@ def gemv_wide(
             mask, mask_words = mask & (quad * 32 < K)[None, :], mask & (word * 8 < K)[None, :]
         words = _four(tl.load(rows[:, None] + word[None, :], mask=mask_words, other=0))
         if GROUP > 0:
-            group = tl.max_contiguous(quad // (GROUP // 32) + nothing, QUADS)[
-                None, :
-            ]  # not so, but it keeps the threads in a row
+            group = (quad // (GROUP // 32) if GROUP >= 32 else quad * 2) + nothing
+            group = tl.max_contiguous(group, QUADS)[None, :]  # not so, but it keeps the threads in a row
             stored = tl.load(scale_ptr + row[:, None] * stride_scale + group, mask=mask, other=0)
+            if GROUP == 16:
+                stored_second = tl.load(scale_ptr + row[:, None] * stride_scale + group + 1, mask=mask, other=0)
         if ZERO == 1:
             if GROUP > 0:
                 zero = tl.load(zero_ptr + row[:, None] * stride_zero + group, mask=mask, other=0).to(tl.int32)
@@ -128,6 +130,10 @@ def gemv_wide(
                 part = _integers(part, words[t] ^ -2004318072 if FLIP == 8 else words[t], scaled, zeros, magic)
             else:
                 part = _floats(part, words[t], xs, MANTISSA, ON_CUDA)
+            if GROUP == 16 and t == 1:
+                total += part * scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
+                part = tl.zeros([ROWS, QUADS], tl.float32)
+                stored = stored_second
         if GROUP > 0:
             part *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
         total += part
@@ -136,11 +142,7 @@ def gemv_wide(
         y *= FACTOR
     else:
         y *= FACTOR / 5192296858534827628530496329220096.0  # 2**112: the exponent's bias is 15, and not 127
-    if GROUP == 0:
-        stored = tl.load(scale_ptr + row * stride_scale, mask=n_mask, other=0)
-        y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
-    if HAS_OUTER:
-        y *= tl.load(outer_ptr)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+    store_sums(
+        y, scale_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr, n, n_mask, stride_scale,
+        SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR, GROUP, HAS_OUTER, HAS_BIAS,
+    )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -17,87 +16,10 @@ from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from ..registry import Kernel, register
 from .blocks import block, narrow, takes_wide
-from .decodings import FLOATS, INTEGERS, POWERS, TABLE, decoding, table_of
+from .decodings import FLOATS, INTEGERS, POWERS, decoding
+from .operands import Parts, assembly_for, assembly_for_bytes, launch_options, on_cuda, on_device, ramp, starts_early
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
-
-
-# ---- what the kernels take ---------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def how_of(scheme: Scheme) -> dict[str, Any]:
-    """The compile-time constants that every kernel takes from the scheme."""
-    how = decoding(scheme.format)
-    scale = None if scheme.scale in PLAIN_SCALES else decoding(scheme.scale)
-    return {
-        "BITS": scheme.bits,
-        "KIND": how.kind,
-        "FLIP": how.flip,
-        "MANTISSA": how.mantissa,
-        "SPECIAL": how.special,
-        "FACTOR": how.factor,
-        "SCALE_KIND": -1 if scale is None else scale.kind,
-        "SCALE_MANTISSA": 0 if scale is None else scale.mantissa,
-        "SCALE_SPECIAL": 0 if scale is None else scale.special,
-        "SCALE_FACTOR": 1.0 if scale is None else scale.factor,
-        "GROUP": 0 if scheme.group_size == -1 else scheme.group_size,
-        "ZERO": {"none": 0, "int": 1, "float": 2}[scheme.zero_point],
-        "HAS_OUTER": scheme.outer,
-    }
-
-
-def _aligned(packed: Tensor, scheme: Scheme, k: int) -> bool:
-    """Whether words of eight codes start at multiples of their size."""
-    size = 8 if scheme.bits == 8 else 4
-    return k % 8 == 0 and packed.stride(0) % size == 0 and packed.data_ptr() % size == 0
-
-
-class Parts:
-    """A weight's parts as the kernels take them: pointers, strides and constants."""
-
-    def __init__(self, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, scheme: Scheme, k: int) -> None:
-        packed, scale = _rows_contiguous(packed), _rows_contiguous(scale)
-        zero = None if zero is None else _rows_contiguous(zero)
-        how = how_of(scheme)
-        table = table_of(scheme.format, packed.device) if how["KIND"] == TABLE else scale
-        scales = table_of(scheme.scale, packed.device) if how["SCALE_KIND"] == TABLE else scale
-        self.pointers = (packed, scale, scale if zero is None else zero, scale if outer is None else outer)
-        self.tables = (table, scales)
-        self.strides = (packed.stride(0), scale.stride(0), 0 if zero is None else zero.stride(0))
-        self.constants = how | {"ALIGNED": _aligned(packed, scheme, k)}
-        if scheme.group(k) >= k:
-            self.constants["GROUP"] = 0
-
-    @property
-    def on_sixteen_bytes(self) -> bool:
-        """Whether rows of codes start at multiples of 16 bytes."""
-        return self.strides[0] % 16 == 0 and self.pointers[0].data_ptr() % 16 == 0
-
-
-def _rows_contiguous(tensor: Tensor) -> Tensor:
-    """``tensor`` [N, C] with its columns side by side; a slice of rows or columns is taken as it is."""
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
-
-
-@functools.lru_cache(maxsize=32)
-def starts_early(device: torch.device) -> bool:
-    """Whether kernels may start before those ahead of them have ended."""
-    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def on_cuda(device: torch.device) -> bool:
-    """Whether kernels may hold PTX."""
-    return device.type == "cuda" and torch.version.cuda is not None
-
-
-def launch_options(device: torch.device) -> dict[str, Any]:
-    # A fused multiply-add rounds once less; Triton warns where nobody chooses.
-    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if starts_early(device) else {})
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 # ---- one row of x ------------------------------------------------------------------------------------------------
@@ -129,7 +51,7 @@ def _gemv(row: Tensor, weight: Parts, bias: Tensor | None, y: Tensor, n: int, k:
         row, *weight.pointers, row if bias is None else bias.contiguous(), *weight.tables, y, n, k, 0, row.stride(0),
         *weight.strides, **weight.constants, HAS_BIAS=bias is not None,
         EVEN=weight.constants["ALIGNED"] and k % (8 * size["WORDS"]) == 0,
-        EARLY=starts_early(row.device), **size, **launch_options(row.device),
+        EARLY=starts_early(row.device), ASM=assembly_for_bytes(weight.scheme, row.device), **size, **launch_options(row.device),
     )  # fmt: skip
 
 
@@ -200,9 +122,10 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
         return y.zero_() if bias is None else y.copy_(bias.reshape(-1, 1, n))
     rows = x.reshape(-1, k)
     config = dict(block("gemm", x.device, scheme, x.dtype, m, n, k))
+    parts = config.pop("PARTS")
     words = -(-k // (8 * config["WORDS"])) * config["WORDS"]
     columns = torch.empty(8, experts * m, words, dtype=x.dtype, device=x.device)
-    parts, early, options = config["PARTS"], starts_early(x.device), launch_options(x.device)
+    early, options = starts_early(x.device), launch_options(x.device)
     out = y if parts == 1 else torch.empty(parts, experts * m, n, dtype=torch.float32, device=x.device)
     shift = y if bias is None else bias.contiguous()
     how = how_to_scale(scheme, k, config["WORDS"], x.dtype)
@@ -213,10 +136,10 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
             rows, columns, experts * m, k, words, rows.stride(0), rows.stride(1), EARLY=early, WORDS=256, num_warps=4, **options
         )
         gemm[blocks, parts, experts](
-            columns, *weight.pointers, shift, *weight.tables, out, *sizes, *weight.strides,
-            **weight.constants, HAS_BIAS=bias is not None, HOW=how,
-            EVEN=weight.constants["ALIGNED"] and k % (8 * config["WORDS"]) == 0, EARLY=early,
-            ON_CUDA=on_cuda(x.device), **config, **options,
+            columns, *weight.pointers, shift, *weight.tables, ramp(x.device), out, *sizes, *weight.strides,
+            **weight.constants, HAS_BIAS=bias is not None and parts == 1, HOW=how,
+            EVEN=weight.constants["ALIGNED"] and k % (8 * config["WORDS"]) == 0, WHOLE=weight.groups_in_words, EARLY=early,
+            ASM=assembly_for(scheme, x), **config, **options,
         )  # fmt: skip
         if parts > 1:
             add_parts[(-(-y.numel() // 1024),)](

@@ -19,7 +19,8 @@ from .. import reference
 from ..registry import Call, Kernel, register
 from .decodings import FLOATS, decoding
 from .encodings import Encoding, encoding, steps_of
-from .linear import ON_A_CPU, compiles, on_device
+from .linear import ON_A_CPU, compiles
+from .operands import on_device
 
 __all__ = ["quantize", "round_rows"]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from lowbit.scheme import Scheme
 
 from ..registry import Kernel, register
-from .linear import ON_A_CPU, Parts, compiles, groups, on_device, widened
+from .linear import ON_A_CPU, compiles, groups, widened
+from .operands import Parts, on_device
 
 
 def dequantize(

@@ -1,0 +1,142 @@
+"""PTX that makes codes the bits of bfloat16 or float16, two at a time: fields j of two words lie side by side in a register, and
+each instruction is done to both."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .decodings import FLOATS, INTEGERS, Decoding
+
+__all__ = ["assembly", "bytes_as_floats"]
+
+
+class _Lines:
+    """PTX that fills the registers $0 ... $7 with the numbers of fields 0 ... 7 of two words each."""
+
+    def __init__(self) -> None:
+        self.lines = ["{", ".reg .b32 l, h, t, s, one;", "mov.b32 one, 0x3F803F80;"]
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def moved(self, word: str, by: int) -> str:
+        """The register that holds ``word`` shifted right, or left by less than nothing."""
+        if by:
+            self.add(f"shr.b32 t, {word}, {by};" if by > 0 else f"shl.b32 t, {word}, {-by};")
+        return "t" if by else word
+
+    def masked(self, word: str, mask: int, other: str | None, to: str) -> None:
+        """``(word & mask) | other`` of both halves; ``other`` has no bit of the mask."""
+        twice = hex(mask * 0x10001)
+        self.add(f"and.b32 {to}, {word}, {twice};" if other is None else f"lop3.b32 {to}, {word}, {twice}, {other}, 0xEA;")
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines, "}"])
+
+
+class _Slice(NamedTuple):
+    """``width`` bits of a code from its bit ``low`` on, which lie from bit ``at`` of both halves of a register on."""
+
+    register: str
+    at: int
+    low: int
+    width: int
+
+
+def _slices(lines: _Lines, bits: int, j: int) -> list[_Slice]:
+    """Where field ``j`` lies; of eight bits in register s, for others the widest plane's two words have to be in l and h."""
+    if bits == 8:  # byte j of both words, in both bytes of each half
+        first, byte = 8 + j // 4 * 2, j % 4
+        lines.add(f"prmt.b32 s, ${first}, ${first + 1}, {hex(byte * 0x11 + (byte + 4) * 0x1100)};")
+        return [_Slice("s", 8, 0, 8)]
+    found, low, register = [], 0, 8
+    for width in (4, 2, 1):
+        if bits & width:
+            name = "lh"[j // 4] if width == 4 else f"${register}"
+            found.append(_Slice(name, j * width % 16, low, width))
+            low, register = low + width, register + (2 if width == 4 else 1)
+    return found
+
+
+def _integer(lines: _Lines, bits: int, flip: int, half: bool, j: int) -> None:
+    """The bits of 1024 + code in float16, of 128 + code in bfloat16, of whose eight bits the code itself, which is signed."""
+    pieces, to = _slices(lines, bits, j), f"${j}"
+    if bits == 8 and not half:  # 128 + the lower seven bits, less 128 or 256
+        lines.add("lop3.b32 t, s, 0x00800080, 0xC300C300, 0xEA;")
+        lines.masked("s", 0x7F, "0x43004300", to)
+        lines.add(f"fma.rn.bf16x2 {to}, {to}, one, t;")
+        return
+    other = hex(((0x6400 if half else 0x4300) | flip) * 0x10001)
+    for piece in pieces:
+        at = 0 if bits == 8 else piece.at
+        word = lines.moved(piece.register, at - piece.low)
+        mask = hex((((1 << piece.width) - 1) << piece.low) * 0x10001)
+        lines.add(f"lop3.b32 {to}, {word}, {mask}, {other}, 0x6A;")  # (word & mask) ^ other
+        other = to
+
+
+def _float(lines: _Lines, bits: int, mantissa: int, special: int, half: bool, j: int) -> None:
+    """The bits of a float as the sixteen bits have them, a power of two too small."""
+    shift, to, filled = (10 if half else 7) - mantissa, f"${j}", None
+    pieces = _slices(lines, bits, j)
+    for piece in pieces:
+        width = min(piece.width, bits - 1 - piece.low)
+        if width:
+            word = lines.moved(piece.register, piece.at - piece.low - shift)
+            lines.masked(word, ((1 << width) - 1) << (piece.low + shift), filled, to)
+            filled = to
+    top = shift + bits - 1  # a magnitude from special on carries to it once their difference is added
+    missing = (1 << (15 - top)) - 1  # ones above the magnitude, where the exponent of infinity has them
+    if special and missing:
+        lines.add(f"add.u32 t, {to}, {hex((((1 << (bits - 1)) - special) << shift) * 0x10001)};")
+        lines.add(f"and.b32 t, t, {hex((1 << top) * 0x10001)};")
+        lines.add(f"mad.lo.u32 {to}, t, {missing}, {to};")
+    last = pieces[-1]
+    word = lines.moved(last.register, last.at + last.width - 1 - 15)
+    lines.masked(word, 0x8000, to, to)
+
+
+@lru_cache(maxsize=256)
+def assembly(how: Decoding, bits: int, has_zero: bool, dtype: torch.dtype) -> str:
+    """PTX for :func:`.halves.words_as_floats`: what :func:`.halves.as_float_bits` gives, or of signed integers of eight bits in
+    bfloat16 these themselves. Empty for what there is none for."""
+    half = dtype == torch.float16
+    if dtype not in (torch.float16, torch.bfloat16) or how.kind not in (INTEGERS, FLOATS):
+        return ""
+    if how.kind == INTEGERS and bits == 8 and not half and (how.flip != 128 or has_zero):
+        return ""  # 256 and more are not exact
+    if how.kind == FLOATS and (bits - 1 - how.mantissa > (5 if half else 8) or how.mantissa > (10 if half else 7)):
+        return ""
+    if how.kind == FLOATS and 0 < how.special < (1 << (bits - 1)) - (1 << how.mantissa):
+        return ""  # infinity is where the bits of an exponent are not all ones
+    lines = _Lines()
+    if bits < 8 and bits & 4:
+        lines.add("prmt.b32 l, $8, $9, 0x5410;")
+        lines.add("prmt.b32 h, $8, $9, 0x7632;")
+    for j in range(8):
+        if how.kind == INTEGERS:
+            _integer(lines, bits, how.flip, half, j)
+        else:
+            _float(lines, bits, how.mantissa, how.special, half, j)
+    return str(lines)
+
+
+# What sm_89 and later convert by themselves: a float of eight bits and the decoding that is its own.
+_CONVERTED = {
+    Decoding(FLOATS, mantissa=3, special=127, factor=2.0**120): "e4m3",
+    Decoding(FLOATS, mantissa=2, special=124, factor=2.0**112): "e5m2",
+}
+
+
+def bytes_as_floats(how: Decoding, arch: int) -> str:
+    """PTX that makes four codes of eight bits, a word, four numbers in float32, by way of float16; empty where there is none."""
+    if how not in _CONVERTED or arch < 89:
+        return ""
+    lines = ["{", ".reg .b16 a, b;", ".reg .b32 c, d;", "mov.b32 {a, b}, $4;"]
+    lines += [f"cvt.rn.f16x2.{_CONVERTED[how]}x2 {to}, {pair};" for to, pair in (("c", "a"), ("d", "b"))]
+    for first, both in ((0, "c"), (2, "d")):
+        lines += [f"mov.b32 {{a, b}}, {both};", f"cvt.f32.f16 ${first}, a;", f"cvt.f32.f16 ${first + 1}, b;"]
+    return "\n".join([*lines, "}"])
