@@ -142,8 +142,8 @@ Cut cut_of(const Gemm& a, int64_t k, GemmPlan plan, const AtOnce& at_once, Takes
   static constexpr Cost costs[] = {{16, 1.5f, 0.28f, 1.2f, 1.27f},
                                    {32, 2.05f, 0.33f, 1.2f, 1.36f},
                                    {64, 2.45f, 0.38f, 1.4f, 1.74f},
-                                   {128, 3.1f, 0.45f, 2.3f, 2.75f},
-                                   {256, 2.2f, 2.0f, 6.6f, 4.5f}};
+                                   {128, 3.1f, 0.45f, 2.3f, 2.64f},
+                                   {256, 2.2f, 5.5f, 6.6f, 4.5f}};
   Cut best;
   for (const Cost& cost : costs) {
     if (plan.columns && cost.columns != plan.columns) continue;
