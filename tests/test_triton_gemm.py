@@ -99,7 +99,10 @@ def test_groups_of_every_size_wherever_they_lie(spelling, m, n, pieces, parts, l
         moved(zero, gap, begin),
         None if outer is None else outer.to(DEVICE),
     )
+    # Products of a warp, and of four together.
     block = {"BLOCK_M": 8, "BLOCK_N": 32, "WORDS": 16, "num_warps": 2, "STAGES": 3, "PARTS": parts}
+    if parts > 1:
+        block |= {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "REGISTERS": 128}
     with blocks.fixed("gemm", block):
         y = row.run(x.to(DEVICE), *parts_there, None, scheme).cpu()
     w = to_values(codes, scheme, Scales(scale, zero, outer), torch.float64)

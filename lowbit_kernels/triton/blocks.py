@@ -25,7 +25,10 @@ KERNELS = ("gemv", "gemm", "eights")
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # of M, by their largest; one for all above them
 _FIELDS = {
     "gemv": ({"ROWS", "WORDS", "num_warps"}, {"ROWS", "QUADS", "num_warps"}),
-    "gemm": ({"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS"},),
+    "gemm": (
+        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS"},
+        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS", "REGISTERS"},  # the most that a thread may take
+    ),
     "eights": ({"BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "STAGES"},),
 }
 _MOST = {"num_warps": 16, "STAGES": 8, "PARTS": 64}
@@ -190,7 +193,10 @@ def _gemm_candidates(bits: int, x_size: int, m: int, n: int, k: int) -> Iterator
         held = stages * 16 * (block_n * bits + block_m * 8 * x_size)  # bytes of both factors
         if held <= _SHARED and (found := (block_n, warps, stages, parts)) not in seen:
             seen.add(found)
-            yield {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
+            one = {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
+            yield one
+            if warps == 8 and block_m * block_n <= 64 * 128:  # two such blocks share a processor, if they are made to
+                yield {**one, "REGISTERS": 128}
 
 
 def _eights_candidates(m: int) -> Iterator[dict[str, int]]:

@@ -17,7 +17,7 @@ from lowbit.scheme import PLAIN_SCALES, Scheme
 from ..registry import Call, Kernel, register
 from .blocks import block, narrow, takes_wide
 from .decodings import FLOATS, INTEGERS, POWERS, decoding
-from .operands import Parts, assembly_for, assembly_for_bytes, launch_options, on_cuda, on_device, ramp, starts_early
+from .operands import Parts, assembly_for, assembly_for_bytes, at_most, launch_options, on_cuda, on_device, ramp, starts_early
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
@@ -122,7 +122,7 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
         return y.zero_() if bias is None else y.copy_(bias.reshape(-1, 1, n))
     rows = x.reshape(-1, k)
     config = dict(block("gemm", x.device, scheme, x.dtype, m, n, k))
-    parts = config.pop("PARTS")
+    parts, registers = config.pop("PARTS"), config.pop("REGISTERS", None)
     words = -(-k // (8 * config["WORDS"])) * config["WORDS"]
     columns = torch.empty(experts * m, 8 * words, dtype=x.dtype, device=x.device)
     early, options = starts_early(x.device), launch_options(x.device)
@@ -142,7 +142,7 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
             **weight.constants, HAS_BIAS=bias is not None and parts == 1, HOW=how,
             EVEN=even, WHOLE=weight.groups_in_words, EARLY=early,
             AHEAD=_AHEAD if early and even and weight.on_sixteen_bytes else 0,
-            ASM=assembly_for(scheme, x), **config, **options,
+            ASM=assembly_for(scheme, x), **config, **options, **at_most(registers, x.device),
         )  # fmt: skip
         if parts > 1:
             add_parts[(-(-y.numel() // 1024),)](
