@@ -12,7 +12,7 @@ import lowbit_kernels.ops  # noqa: F401 - defines the operators
 from lowbit.grid import Scales, to_values
 from lowbit.packing import pack
 from lowbit.scheme import Scheme
-from lowbit_kernels.registry import kernels
+from lowbit_kernels.registry import Call, kernels
 from lowbit_kernels.triton import blocks
 from lowbit_kernels.triton.linear import how_to_scale
 
@@ -40,6 +40,34 @@ def moved(part: torch.Tensor | None, gap: int, begin: int) -> torch.Tensor | Non
     there = wide.flatten()[begin : begin + part.shape[0] * wide.shape[1]].view(part.shape[0], -1)[:, : part.shape[1]]
     there.copy_(part)
     return there
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 5000), st.sampled_from((16, 32)), st.booleans())
+def test_x_is_spread_in_pieces_of_a_step(m, k, words, turned):
+    from lowbit_kernels.triton.gemm import spread
+
+    x = torch.arange(m * k, dtype=torch.float32, device=DEVICE).view(m, k) + 1
+    x = x.t().contiguous().t() if turned else x
+    steps = -(-k // (8 * words))
+    found = torch.full((m, 8 * steps * words), -1.0, device=DEVICE)
+    spread[m, -(-steps * words // 256)](
+        x, found, k, steps * words, x.stride(0), x.stride(1), EARLY=False, WORDS=words, BLOCK=256, num_warps=4
+    )
+    whole = torch.nn.functional.pad(x, (0, found.shape[1] - k))
+    assert torch.equal(found, whole.view(m, steps, words, 8).transpose(2, 3).flatten(1))
+
+
+def call_of(spelling: str, n: int, k: int) -> Call:
+    return Call("linear", "cuda", 90, "canonical", Scheme.parse(spelling), torch.bfloat16, 1, n, k)
+
+
+@pytest.mark.parametrize("size", [1024, 8192])
+@pytest.mark.parametrize("spelling", ["uint3:g128:zint:bf16", "uint4:g128:zint:bf16"])
+def test_one_row_of_x_meets_a_large_weight_of_odd_width_on_the_tensor_cores(spelling, size):
+    quicker = ROWS["triton_gemv"].quicker(call_of(spelling, size, size))
+    assert quicker == ("triton_gemm" if "3" in spelling and size == 8192 else None)
+    assert EXACT.quicker(call_of(spelling, size, size)) is None
 
 
 @settings(max_examples=120, deadline=None)
@@ -71,7 +99,10 @@ def test_groups_of_every_size_wherever_they_lie(spelling, m, n, pieces, parts, l
         moved(zero, gap, begin),
         None if outer is None else outer.to(DEVICE),
     )
+    # Products of a warp, and of four together.
     block = {"BLOCK_M": 8, "BLOCK_N": 32, "WORDS": 16, "num_warps": 2, "STAGES": 3, "PARTS": parts}
+    if parts > 1:
+        block |= {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "REGISTERS": 128}
     with blocks.fixed("gemm", block):
         y = row.run(x.to(DEVICE), *parts_there, None, scheme).cpu()
     w = to_values(codes, scheme, Scales(scale, zero, outer), torch.float64)

@@ -77,6 +77,9 @@ def test_candidates_are_blocks_and_begin_with_the_rule(kernel, name, m, n, k, dt
     assert found[0] == blocks.rule(kernel, scheme, dtype, m, n, k)
     assert all(blocks.is_block(kernel, block) for block in found)
     assert found[0] not in found[1:]
+    for block in found if kernel == "gemm" else ():  # both factors of every stage, in what a processor of an H100 has
+        weight, x = block["BLOCK_N"] * scheme.bits, block["BLOCK_M"] * 8 * dtype.itemsize
+        assert block["STAGES"] * block["WORDS"] * (weight + x) < 227 * 1024
 
 
 def test_a_measured_block_is_taken_for_its_class_and_no_other():

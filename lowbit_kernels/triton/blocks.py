@@ -25,11 +25,15 @@ KERNELS = ("gemv", "gemm", "eights")
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # of M, by their largest; one for all above them
 _FIELDS = {
     "gemv": ({"ROWS", "WORDS", "num_warps"}, {"ROWS", "QUADS", "num_warps"}),
-    "gemm": ({"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS"},),
+    "gemm": (
+        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS"},
+        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS", "REGISTERS"},  # the most that a thread may take
+    ),
     "eights": ({"BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "STAGES"},),
 }
 _MOST = {"num_warps": 16, "STAGES": 8, "PARTS": 64}
 _PROCESSORS = 132  # multiprocessors, of an H200
+_SHARED = 220 * 1024  # bytes that a block may hold there, less what scales and results take
 
 _fixed: ContextVar[tuple[str, Block] | None] = ContextVar("lowbit_fixed_block", default=None)
 
@@ -103,7 +107,7 @@ def rule(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int
     """What was good on an H200 for such shapes, where no table says more."""
     if kernel == "gemv":
         return _wide(n, k) if takes_wide(scheme, dtype, k) else narrow(n, k)
-    return _gemm(m, n, k, dtype, scheme.bits) if kernel == "gemm" else _eights(m)
+    return _gemm(m, n, k, dtype) if kernel == "gemm" else _eights(m)
 
 
 def takes_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
@@ -131,19 +135,15 @@ def narrow(n: int, k: int) -> Block:
     return {"ROWS": rows, "WORDS": 32 * warps * wide, "num_warps": warps}
 
 
-def _gemm(m: int, n: int, k: int, dtype: torch.dtype, bits: int) -> Block:
+def _gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Block:
     if dtype == torch.float32:  # products on the ordinary cores: a block holds what fits their registers
         return {"BLOCK_M": 16 if m <= 16 else 32, "BLOCK_N": 32, "WORDS": 16, "num_warps": 4, "STAGES": 1, "PARTS": 1}
-    if m == 1:
-        block_m, block_n, warps, stages, each = 8, 32, 1, 3, 8
-    elif m <= 16:
-        block_m, block_n, warps, stages, each = (8 if m <= 8 else 16), 64, 2, (3 if m <= 8 else 4), 8
+    if m <= 16:  # with fewer than 16 rows of x, or fewer than four warps, the compiler takes slower products
+        block_m, block_n, warps, stages, each = 16, 64, 4, 4, 4
     elif m <= 64:
-        block_m, block_n, warps, stages, each = (32 if m <= 32 else 64), 128, 4, 4, 2
+        block_m, block_n, warps, stages, each = (32 if m <= 32 else 64), 128, 4, 3, 2
     else:  # of an expert's rows there may be any number
-        block_m, block_n, warps, stages, each = 128, 128, 8, 2, 2
-    if bits % 2 and m <= 64:  # sixteen bytes of a plane of one bit a thread would go by way of shared memory
-        warps *= 2
+        block_m, block_n, warps, stages, each = 128, 128, 8, 3, 1
     tiles = -(-n // block_n) * -(-m // block_m)
     parts = max(1, min(8, each * _PROCESSORS // tiles, k // 1024))  # blocks enough for several to share a processor
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
@@ -166,7 +166,7 @@ def candidates(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, 
     if kernel == "gemv":
         others = _gemv_candidates(scheme, dtype, n, k)
     elif kernel == "gemm":
-        others = _gemm_candidates(m, n, k)
+        others = _gemm_candidates(scheme.bits, dtype.itemsize, m, n, k)
     else:
         others = _eights_candidates(m)
     return [first, *(other for other in others if other != first)]
@@ -183,16 +183,20 @@ def _gemv_candidates(scheme: Scheme, dtype: torch.dtype, n: int, k: int) -> Iter
                 yield {"ROWS": size, name: 32 * warps * times, "num_warps": warps}
 
 
-def _gemm_candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
-    block_m = min(128, max(8, _power_above(m)))
-    sizes = ((32, 1), (64, 2), (64, 4), (16, 1), (128, 4)) if block_m <= 16 else ((128, 4), (64, 4), (128, 8), (256, 8))
+def _gemm_candidates(bits: int, x_size: int, m: int, n: int, k: int) -> Iterator[dict[str, int]]:
+    block_m = min(128, max(16, _power_above(m)))
+    sizes = ((64, 4), (128, 4), (32, 2), (64, 2)) if block_m == 16 else ((128, 4), (64, 4), (128, 8), (256, 8))
     seen = set()
-    for each, stages, (block_n, warps) in itertools.product((8, 4, 2, 16), (3, 4, 5, 2), sizes):
+    for each, stages, (block_n, warps) in itertools.product((4, 2, 1, 8), (3, 4, 6, 2), sizes):
         tiles = -(-n // block_n) * -(-m // block_m)
         parts = max(1, min(16, each * _PROCESSORS // tiles, k // 512))
-        if (found := (block_n, warps, stages, parts)) not in seen:
+        held = stages * 16 * (block_n * bits + block_m * 8 * x_size)  # bytes of both factors
+        if held <= _SHARED and (found := (block_n, warps, stages, parts)) not in seen:
             seen.add(found)
-            yield {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
+            one = {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
+            yield one
+            if warps == 8 and block_m * block_n <= 64 * 128:  # two such blocks share a processor, if they are made to
+                yield {**one, "REGISTERS": 128}
 
 
 def _eights_candidates(m: int) -> Iterator[dict[str, int]]:

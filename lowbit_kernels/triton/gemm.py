@@ -7,23 +7,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .ahead import bring
 from .codes import _INTEGERS, field, load_groups, load_stored, load_words, numbers, of_words, scale_of
 from .halves import as_float_bits, words_as_floats
 
 
-@triton.jit(do_not_specialize=["M"])
-def spread(x_ptr, spread_ptr, M, K, WORDS_ALL, stride_xm, stride_xk, EARLY: tl.constexpr, WORDS: tl.constexpr):
-    """x [M, K] as [8, M, WORDS_ALL]: every eighth column side by side, zeros behind them."""
+@triton.jit
+def spread(
+    x_ptr, spread_ptr, K, WORDS_ALL, stride_xm, stride_xk, EARLY: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """x [M, K] as [M, 8 WORDS_ALL] with zeros behind it, in pieces of 8 WORDS columns: of each every eighth column side by side.
+
+    A step of :func:`gemm` meets one piece, so that it copies long runs of a row.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     m = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, 8)
     column = word[:, None] * 8 + j[None, :]
     x = tl.load(x_ptr + m * stride_xm + column.to(tl.int64) * stride_xk, mask=column < K, other=0.0)
-    there = spread_ptr + (j[None, :] * M.to(tl.int64) + m) * WORDS_ALL + word[:, None]
-    tl.store(there, x, mask=(word < WORDS_ALL)[:, None])
+    there = (word // WORDS * (8 * WORDS) + word % WORDS)[:, None] + j[None, :] * WORDS
+    tl.store(spread_ptr + m * 8 * WORDS_ALL + there, x, mask=(word < WORDS_ALL)[:, None])
+
+
+@triton.jit
+def _side_by_side(fields):
+    """Eight tensors [N, W] as one, [N, 8 W]. Joined so, no number leaves its thread."""
+    even = tl.join(tl.join(fields[0], fields[4]), tl.join(fields[2], fields[6]))
+    odd = tl.join(tl.join(fields[1], fields[5]), tl.join(fields[3], fields[7]))
+    return tl.reshape(tl.permute(tl.join(even, odd), [0, 2, 3, 4, 1]), [fields[0].shape[0], 8 * fields[0].shape[1]])
 
 
 @triton.jit(do_not_specialize=["M", "M_ALL"])
@@ -34,14 +48,15 @@ def gemm(
     FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, HOW: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M] of ``y.T = W @ x.T``; of several parts along K, the grid's second axis, each its own ``y``, in
     float32; of experts one behind the other, each with M rows of x, the one of the grid's third axis.
 
     ``HOW``: 0, exact numbers meet x, and the group's sum its scale, ``GROUP`` being 0 or a multiple of 8 WORDS; 1, each
-    weight is its number times its scale, rounded once to the dtype of x; 2, the same in float32 before that.
+    weight is its number times its scale, rounded once to the dtype of x; 2, the same in float32 before that. ``AHEAD``: the
+    steps whose codes are asked for before x is there, as of :func:`.ahead.bring`.
     The weight is the left operand, so that it may stay in registers. Of x every eighth column meets the fields of a word.
     """
     DTYPE: tl.constexpr = spread_ptr.dtype.element_ty
@@ -65,8 +80,10 @@ def gemm(
     steps = tl.cdiv(tl.cdiv(K, 8 * WORDS), tl.num_programs(1))
     begin = tl.program_id(1) * steps
     end = tl.minimum(begin + steps, tl.cdiv(K, 8 * WORDS))
-    columns = spread_ptr + wide_m * WORDS_ALL
-    plane = M_ALL.to(tl.int64) * WORDS_ALL
+    columns = spread_ptr + wide_m * 8 * WORDS_ALL
+    across = tl.arange(0, 8 * WORDS)
+    if AHEAD > 0:
+        bring(rows, n_mask, begin * WORDS, tl.minimum(end - begin, AHEAD) * WORDS, K, BITS)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -92,9 +109,9 @@ def gemm(
             zero = of_words(next_zero, step, GROUP, WORDS)
             if GROUP > 0:
                 next_zero = load_groups(zeros, n_mask, following, K, GROUP, WORDS)
-        part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if IN_PAIRS:
             halves = words_as_floats(a, b, c, BITS, ASM)
+        fields = ()
         for j in tl.static_range(8):
             if WIDE:
                 q = numbers(field(a, b, c, j, BITS, 0), table_ptr, KIND, BITS, FLIP, MANTISSA, SPECIAL, FACTOR)
@@ -120,14 +137,14 @@ def gemm(
                 q *= scale.to(DTYPE)
             elif HOW == 2:
                 q *= scale
-            there = columns[None, :] + (j * plane + word)[:, None]
-            x = tl.load(there, mask=m_mask[None, :], other=0.0)
-            if HOW == 0 and GROUP > 0:
-                part = tl.dot(q.to(DTYPE), x, part, input_precision="ieee")
-            else:
-                total = tl.dot(q.to(DTYPE), x, total, input_precision="ieee")
+            fields = fields + (q.to(DTYPE),)  # type: ignore[assignment] # noqa: RUF005
+        # One product a step: the tensor cores are waited for once.
+        x = tl.load(columns[None, :] + (step * (8 * WORDS) + across)[:, None], mask=m_mask[None, :], other=0.0)
+        part = tl.dot(_side_by_side(fields), x, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), input_precision="ieee")
         if HOW == 0 and GROUP > 0:
             total += part * scale
+        else:  # a plain sum would become a product that begins at the total, and has to be waited for piece by piece
+            total = tl.fma(part, tl.full([BLOCK_N, BLOCK_M], 1.0, tl.float32), total)
     if EARLY:  # not sooner: the blocks of the next kernel would wait in the place of this one's
         tl.extra.cuda.gdc_launch_dependents()
     if not WIDE and KIND == _INTEGERS and FACTOR != 1.0:

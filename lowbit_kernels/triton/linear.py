@@ -14,10 +14,10 @@ from torch import Tensor
 from lowbit.formats import FORMATS, format_named
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
-from ..registry import Kernel, register
+from ..registry import Call, Kernel, register
 from .blocks import block, narrow, takes_wide
 from .decodings import FLOATS, INTEGERS, POWERS, decoding
-from .operands import Parts, assembly_for, assembly_for_bytes, launch_options, on_cuda, on_device, ramp, starts_early
+from .operands import Parts, assembly_for, assembly_for_bytes, at_most, launch_options, on_cuda, on_device, ramp, starts_early
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
@@ -122,24 +122,27 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
         return y.zero_() if bias is None else y.copy_(bias.reshape(-1, 1, n))
     rows = x.reshape(-1, k)
     config = dict(block("gemm", x.device, scheme, x.dtype, m, n, k))
-    parts = config.pop("PARTS")
+    parts, registers = config.pop("PARTS"), config.pop("REGISTERS", None)
     words = -(-k // (8 * config["WORDS"])) * config["WORDS"]
-    columns = torch.empty(8, experts * m, words, dtype=x.dtype, device=x.device)
+    columns = torch.empty(experts * m, 8 * words, dtype=x.dtype, device=x.device)
     early, options = starts_early(x.device), launch_options(x.device)
     out = y if parts == 1 else torch.empty(parts, experts * m, n, dtype=torch.float32, device=x.device)
     shift = y if bias is None else bias.contiguous()
     how = how_to_scale(scheme, k, config["WORDS"], x.dtype)
     blocks = -(-m // config["BLOCK_M"]) * -(-n // config["BLOCK_N"])
     sizes = (m, experts * m, n, k, words)
+    even = weight.constants["ALIGNED"] and k % (8 * config["WORDS"]) == 0
     with on_device(x.device):
         spread[experts * m, -(-words // 256)](
-            rows, columns, experts * m, k, words, rows.stride(0), rows.stride(1), EARLY=early, WORDS=256, num_warps=4, **options
-        )
+            rows, columns, k, words, rows.stride(0), rows.stride(1),
+            EARLY=early, WORDS=config["WORDS"], BLOCK=256, num_warps=4, **options,
+        )  # fmt: skip
         gemm[blocks, parts, experts](
             columns, *weight.pointers, shift, *weight.tables, ramp(x.device), out, *sizes, *weight.strides,
             **weight.constants, HAS_BIAS=bias is not None and parts == 1, HOW=how,
-            EVEN=weight.constants["ALIGNED"] and k % (8 * config["WORDS"]) == 0, WHOLE=weight.groups_in_words, EARLY=early,
-            ASM=assembly_for(scheme, x), **config, **options,
+            EVEN=even, WHOLE=weight.groups_in_words, EARLY=early,
+            AHEAD=_AHEAD if early and even and weight.on_sixteen_bytes else 0,
+            ASM=assembly_for(scheme, x), **config, **options, **at_most(registers, x.device),
         )  # fmt: skip
         if parts > 1:
             add_parts[(-(-y.numel() // 1024),)](
@@ -196,11 +199,18 @@ def _interprets() -> str | None:
 
 
 _MOST = 64  # rows of x above which a dequantized weight and the library's own product are faster
+_AHEAD = 8  # steps of triton_gemm whose codes come while the kernel ahead ends: all of them would not fit the cache
 _WORDS = 16  # words of eight codes that a block of triton_gemm takes at a time: the least that a product of tensor cores takes
 
 
 def _whole_blocks(size: int) -> str | None:
     return None if size == -1 or size % (8 * _WORDS) == 0 else f"takes -1 (the whole row) and multiples of {8 * _WORDS}"
+
+
+def _quicker_than_gemv(call: Call) -> str | None:
+    """A large weight of odd width meets even one row faster on the tensor cores: putting its codes together from two planes takes
+    triton_gemv, which does it for one code at a time, longer than reading them."""
+    return "triton_gemm" if call.scheme.bits % 2 and call.n * call.k >= 1 << 25 else None
 
 
 _GEMV = Kernel(
@@ -213,6 +223,7 @@ _GEMV = Kernel(
     dtypes=_DTYPES,
     m=(1, 1),
     available=compiles,
+    quicker=_quicker_than_gemv,
     tiles=((1, 4, 1024), (1, 4, 2048)),
 )
 _GEMM = dataclasses.replace(
@@ -220,10 +231,11 @@ _GEMM = dataclasses.replace(
     name="triton_gemm",
     run=gemm_linear,
     m=(1, _MOST),
+    quicker=lambda call: None,
     formats=frozenset(name for name in FORMATS if _exact_in_sixteen_bits(name)),
     zero_points=frozenset({"none", "int"}),
     groups=_whole_blocks,
-    tiles=((16, 64, 128), (64, 64, 128), (128, 128, 128)),
+    tiles=((16, 64, 128), (64, 128, 128), (128, 128, 128)),
 )
 _ROUNDED = dataclasses.replace(
     _GEMM, name="triton_gemm_rounded", contract="weights rounded once", formats=None, zero_points=None, groups=groups

@@ -116,5 +116,10 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     return {"enable_fp_fusion": True} | ({"launch_pdl": True} if starts_early(device) else {})
 
 
+def at_most(registers: int | None, device: torch.device) -> dict[str, Any]:
+    """What holds a kernel to as many registers a thread; other vendors' compilers have no such option."""
+    return {"maxnreg": registers} if registers is not None and on_cuda(device) else {}
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
