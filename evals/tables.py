@@ -225,6 +225,25 @@ def _generate_block(result: dict[str, Any]) -> str:
     return f"{title}\n\n{_markdown(head, map(row, result['rows']))}"
 
 
+def triton_table(results: list[dict[str, Any]]) -> str:
+    """Triton's kernels alone, in the blocks that are shipped, one GPU after the other."""
+    return "\n\n".join(map(_triton_block, results))
+
+
+def _triton_block(result: dict[str, Any]) -> str:
+    found = {(r["n"], r["k"], r["scheme"], r["m"]): r for r in result["rows"]}
+    batches = sorted({r["m"] for r in result["rows"]})
+
+    def row(n: int, k: int, scheme: str) -> tuple[Any, ...]:
+        own = [found[n, k, scheme, m] for m in batches]
+        first = f"`{own[0]['kernel']}`", f"{own[0]['us']:.1f}", f"{own[0]['fraction_of_limit']:.2f}"
+        return f"{n} x {k}", f"`{scheme}`", *first, *(f"{r['times_float']:.2f}" for r in own)
+
+    title = f"{', '.join(result['gpus'])}, Triton alone, torch {result['versions']['torch']}, {result['date']}:"
+    head = f"weight |scheme |kernel at M = {batches[0]} |us|of the limit" + "".join(f"|times F.linear, M = {m}" for m in batches)
+    return f"{title}\n\n{_markdown(head, (row(*key) for key in dict.fromkeys(key[:3] for key in found)))}"
+
+
 def host_table(results: list[dict[str, Any]]) -> str:
     """Eager calls with the host time of each, one machine after the other."""
     return "\n\n".join(map(_host_block, results))
@@ -250,6 +269,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "gemv": gemv_table,
     "generate": generate_table,
     "host": host_table,
+    "triton": triton_table,
 }
 
 

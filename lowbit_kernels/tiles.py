@@ -27,10 +27,9 @@ as many bytes a row as the units need, rounded up.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -136,17 +135,26 @@ def _bits_in_words(name: str) -> Iterator[_Piece]:
             yield _Piece(step, byte, bit, 1, place % 16 // 4 - 1, place // 16 * 16 + place % 4)
 
 
-@functools.cache
-def _pieces(bits: int, name: str) -> tuple[_Piece, ...]:
-    """How the codes of a run are cut up, none across bytes; a name counts where a float has a map of its own."""
+def _joined(bits: Iterable[_Piece]) -> tuple[_Piece, ...]:
+    """How the codes of a run are cut up, none across bytes."""
     found: list[_Piece] = []
-    for bit in sorted(_bits_in_words(name) if name in _FLOATS else _bits_in_bytes(bits)):
+    for bit in sorted(bits):
         last = found[-1] if found else None
         if last and bit.place % 8 and bit == last._replace(low=last.low + last.width, width=1, place=last.place + last.width):
             found[-1] = last._replace(width=last.width + 1)
         else:
             found.append(bit)
     return tuple(found)
+
+
+# Made once: a compiler that sees through a layout reads them, and would go through what makes them.
+_OF_BYTES = {bits: _joined(_bits_in_bytes(bits)) for bits in _BYTES}
+_OF_WORDS = {name: _joined(_bits_in_words(name)) for name in _FLOATS}
+
+
+def _pieces(scheme: Scheme) -> tuple[_Piece, ...]:
+    """Those of a format; a float may have a map of its own."""
+    return _OF_WORDS[scheme.format] if scheme.format in _OF_WORDS else _OF_BYTES[scheme.bits]
 
 
 def _bytes_of_codes(codes: Tensor, scheme: Scheme) -> Tensor:
@@ -156,7 +164,7 @@ def _bytes_of_codes(codes: Tensor, scheme: Scheme) -> Tensor:
     spread = codes.reshape(-1, 2, 8, codes.shape[-1] // (32 * steps), steps, 2, 2, 4, 2)
     moved = spread.permute(4, 8, 6, 0, 3, 2, 7, 5, 1).flatten(1, 2)
     out = codes.new_zeros(moved.shape[2], moved.shape[3], blocks, *moved.shape[4:], 4)
-    for piece in _pieces(scheme.bits, scheme.format):
+    for piece in _pieces(scheme):
         part = (moved[piece.step, piece.byte] >> piece.low) & ((1 << piece.width) - 1)
         out[:, :, piece.block, ..., piece.place // 8] |= part << piece.place % 8
     return out.reshape(codes.shape[0], -1)
@@ -168,7 +176,7 @@ def _codes_of_bytes(held: Tensor, scheme: Scheme, columns: int) -> Tensor:
     runs = columns // (32 * steps)
     spread = held.reshape(-1, runs, blocks, 8, 4, 2, 2, 4)
     codes = held.new_zeros(steps, 4, spread.shape[0], runs, 8, 4, 2, 2)
-    for piece in _pieces(scheme.bits, scheme.format):
+    for piece in _pieces(scheme):
         part = (spread[:, :, piece.block, ..., piece.place // 8] >> piece.place % 8) & ((1 << piece.width) - 1)
         codes[piece.step, piece.byte] |= part << piece.low
     # byte / 2, byte % 2, unit, run, row % 8, lane % 4, word / 2, row / 8

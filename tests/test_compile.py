@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import lowbit
-from lowbit import QEmbedding, QLinear, Scheme
+from lowbit import QEmbedding, QLinear, QTensor, Scheme
 
 BATCHES = (2, 3, 17, 512, 1)
 
@@ -185,6 +185,20 @@ def test_inlined_layers_are_plain_pytorch(case: str, scheme: str) -> None:
         for m in (2, 3):  # outside of the block the operators are back
             torch.testing.assert_close(compiled(inputs(m)), module(inputs(m)))
         assert backend.operators()
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int3", "int8", "fp6", "fp6_e3m2", "mxfp4", "nvfp4"])
+def test_a_compiler_sees_through_tiles(scheme: str) -> None:
+    weight = QTensor.quantize(torch.randn(20, 96, generator=torch.Generator().manual_seed(1)), scheme).to_layout("tiles")
+    packed = nn.Parameter(weight.packed, requires_grad=False)  # a layer keeps the layout of parameters
+    parts = packed, weight.scale, weight.zero_point, weight.outer
+    module = QLinear(QTensor(*parts, weight.scheme, (20, 96), weight.dtype, "tiles"))
+    assert module.byte_layout == "tiles"
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad(), lowbit.inline():
+        for m in (2, 5):
+            x = torch.randn(m, 96, generator=torch.Generator().manual_seed(m))
+            torch.testing.assert_close(compiled(x), F.linear(x, weight.dequantize()))
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "int8", "uint5:g48:zfloat:fp16"])

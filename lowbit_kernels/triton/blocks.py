@@ -142,10 +142,12 @@ def _gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Block:
         block_m, block_n, warps, stages, each = 16, 64, 4, 4, 4
     elif m <= 64:
         block_m, block_n, warps, stages, each = (32 if m <= 32 else 64), 128, 4, 3, 2
+        if m > 32 and n >= 8192:  # rows of the weight enough for blocks of half the size, of which more share a processor
+            block_n, stages = 64, 4
     else:  # of an expert's rows there may be any number
-        block_m, block_n, warps, stages, each = 128, 128, 8, 3, 1
+        block_m, block_n, warps, stages, each = 128, 128, 8, 4, 1
     tiles = -(-n // block_n) * -(-m // block_m)
-    parts = max(1, min(8, each * _PROCESSORS // tiles, k // 1024))  # blocks enough for several to share a processor
+    parts = max(1, min(8, each * _PROCESSORS // tiles, k // 512))  # blocks enough for several to share a processor
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
 
 

@@ -141,7 +141,7 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
             columns, *weight.pointers, shift, *weight.tables, ramp(x.device), out, *sizes, *weight.strides,
             **weight.constants, HAS_BIAS=bias is not None and parts == 1, HOW=how,
             EVEN=even, WHOLE=weight.groups_in_words, EARLY=early,
-            AHEAD=_AHEAD if early and even and weight.on_sixteen_bytes else 0,
+            AHEAD=_AHEAD if early and even and weight.on_sixteen_bytes and m > 32 else 0,
             ASM=assembly_for(scheme, x), **config, **options, **at_most(registers, x.device),
         )  # fmt: skip
         if parts > 1:
@@ -199,7 +199,7 @@ def _interprets() -> str | None:
 
 
 _MOST = 64  # rows of x above which a dequantized weight and the library's own product are faster
-_AHEAD = 8  # steps of triton_gemm whose codes come while the kernel ahead ends: all of them would not fit the cache
+_AHEAD = 8  # steps of triton_gemm whose codes come while the kernel ahead ends; for fewer rows of x it was slower
 _WORDS = 16  # words of eight codes that a block of triton_gemm takes at a time: the least that a product of tensor cores takes
 
 
