@@ -168,6 +168,23 @@ void in_tasks(const Linear& a, const Multiply& multiply) {
   });
 }
 
+// The same in turns: a thread takes part of what is left, less each time, so that one which is held up by others holds up none.
+template <typename Multiply>
+void in_turns(const Linear& a, const Multiply& multiply) {
+  constexpr int64_t rows = 32, weights = 1 << 18;
+  const int64_t tasks = (a.n + rows - 1) / rows, least = weights / (rows * (a.k > 0 ? a.k : 1)) + 1;
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, tasks, (least + 1) / 2, [&](int64_t begin, int64_t end) {
+    for (int64_t at = next.load();;) {
+      if (at >= tasks) return;
+      const int64_t half_share = (tasks - at) * (end - begin) / (2 * tasks), past = std::min(at + std::max(half_share, least), tasks);
+      if (!next.compare_exchange_weak(at, past)) continue;
+      multiply(at * rows, std::min(past * rows, a.n));
+      at = next.load();
+    }
+  });
+}
+
 // Room that kernels read a register at a time: it begins with a line, since a register from two of them takes twice as long.
 struct Freed {
   void operator()(void* room) const { std::free(room); }
@@ -286,7 +303,7 @@ bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given,
   const DigitsOfX of_x = {count, given, steps, groups.get(), uniform ? nullptr : groups.get() + steps, digits.get(), sums.get(), scale.get()};
   if (!kernels->take_digits(a, how, x, of_x)) return false;
   std::atomic<bool> good{true};
-  in_tasks(a, [&](int64_t begin, int64_t end) {
+  in_turns(a, [&](int64_t begin, int64_t end) {
     if (!kernels->digits(a, how, of_x, begin, end)) good = false;
     finish(begin, end);
   });
@@ -307,7 +324,7 @@ bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
   const auto numbers = lines_of<float>(steps * a.m * columns);
   const FloatsOfX of_x = {steps, groups.get(), numbers.get()};
   kernels->take_floats(a, x, of_x);
-  in_tasks(a, [&](int64_t begin, int64_t end) {
+  in_turns(a, [&](int64_t begin, int64_t end) {
     kernels->floats(a, of_x, begin, end);
     finish(begin, end);
   });

@@ -21,10 +21,18 @@ template <int bits, bool has_table>
 struct Bytes {
   using P = Planes<bits>;
   __m512i flipped, table;
+  __m512i above[2];  // of three bits: where the upper bits of the even fields go to, and those of the odd ones
   explicit Bytes(const Bytewise& how)
       : flipped(every(P::count == 1 ? how.flipped : !how.flipped ? 0 : P::width(P::count - 1) == 1 ? 0xff : 0xaa)),  // of the last plane
-        table(has_table ? _mm512_loadu_si512(how.table) : _mm512_setzero_si512()) {}
+        table(has_table ? _mm512_loadu_si512(how.table) : _mm512_setzero_si512()) {
+    alignas(64) uint8_t bytes[64];
+    for (int odd = 0; odd < 2; odd++) {
+      for (int i = 0; i < 64; i++) bytes[i] = static_cast<uint8_t>(((i >> odd & 1) << 2 | (i >> odd & 4) << 4) ^ (how.flipped ? 0x44 : 0));
+      above[odd] = _mm512_load_si512(bytes);
+    }
+  }
   inline void take(const uint8_t* const* at, int64_t row, __m512i* bytes) const {
+    if constexpr (bits == 3 && !has_table) return take_three(at, row, bytes);
     __m512i quads[3];
     if constexpr (P::count > 1) quads[1] = quads_of<P::bytes(1)>(at[1] + row);
     if constexpr (P::count > 2) quads[2] = quads_of<P::bytes(2)>(at[2] + row);
@@ -41,6 +49,17 @@ struct Bytes {
   }
 
  private:
+  // The upper bits of four codes, spread to two of them in a byte: one shift for two fields, and no plane is taken field by field.
+  inline void take_three(const uint8_t* const* at, int64_t row, __m512i* bytes) const {
+    const __m512i lower = _mm512_loadu_si512(at[0] + row);
+    const __m512i fours = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x1c1814100c080400), quads_of<32>(at[1] + row));
+    const __m512i threes = every(7), twos = every(0x33);
+    const __m512i even = _mm512_ternarylogic_epi64(lower, twos, _mm512_permutexvar_epi8(fours, above[0]), 0xea);  // (a & b) | c
+    const __m512i odd = _mm512_ternarylogic_epi64(_mm512_srli_epi16(lower, 2), twos, _mm512_permutexvar_epi8(fours, above[1]), 0xea);
+    bytes[0] = _mm512_and_si512(even, threes), bytes[1] = _mm512_and_si512(odd, threes);
+    bytes[2] = _mm512_and_si512(_mm512_srli_epi16(even, 4), threes), bytes[3] = _mm512_and_si512(_mm512_srli_epi16(odd, 4), threes);
+  }
+
   template <int field = 0>
   inline void take_fields(__m512i widest, __m512i* bytes) const {
     if constexpr (field < P::fields) {
@@ -61,6 +80,8 @@ struct Steps {
   const uint8_t* at[Planes<bits>::count];  // planes of the first row
   int64_t stride;                          // bytes from row to row
   const uint8_t* ahead;                    // what to fetch for the second-level cache
+  uintptr_t scales_ahead, zeros_ahead;     // the same, of which a step fetches so many bytes
+  int64_t scales_of_step, zeros_of_step;
   const int32_t* group;                    // of each step
   const int32_t* of_lane;
   const int8_t* digits;
@@ -82,6 +103,8 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
   const uint8_t* at[P::count];
   for (int p = 0; p < P::count; p++) at[p] = given.at[p];
   const uint8_t* ahead = given.ahead;
+  uintptr_t scales_ahead = given.scales_ahead, zeros_ahead = given.zeros_ahead;
+  const int64_t scales_of_step = given.scales_of_step, zeros_of_step = given.zeros_of_step;
   const int64_t stride = given.stride, m = given.m, slices = given.slices;
   const int32_t *groups = given.group, *lane = given.of_lane, *sums = given.sums;
   const int8_t* digits = given.digits;
@@ -95,6 +118,12 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
 #pragma GCC unroll 8
     for (int line = 0; line < R * P::bytes_of_step / 64; line++) _mm_prefetch(reinterpret_cast<const char*>(ahead + line * 64), _MM_HINT_T1);
     ahead += R * P::bytes_of_step;
+    _mm_prefetch(reinterpret_cast<const char*>(scales_ahead), _MM_HINT_T1);
+    scales_ahead += scales_of_step;
+    if constexpr (has_zeros) {
+      _mm_prefetch(reinterpret_cast<const char*>(zeros_ahead), _MM_HINT_T1);
+      zeros_ahead += zeros_of_step;
+    }
     for (int p = 0; p < P::count; p++) at[p] += P::bytes(p);
     const int64_t group = *groups++;
     const auto of_lane = [&](const float* all) {
@@ -190,24 +219,23 @@ struct Rows {
 
   bool alone(int64_t row) const { return end - row < R; }
 
-  // The scales of the rows from `row` on for the steps from `from` on; what the tile behind the next one has there is fetched.
+  // The scales of the rows from `row` on for the steps from `from` on.
   void take_chunk(int64_t row, int64_t from, Chunk& to) {
     if (row >= end) return;
     const int64_t past = from + steps_of_chunk < x.steps ? (((from + steps_of_chunk) * columns) - 1) / a.group + 1 : groups;
     const int64_t first = x.first_group[from], count = past - first;
     for (int r = 0; r < R; r++) {
       const int64_t own = alone(row) ? row : row + r;
-      fetch(a.scale, own + R, first, count);
       take_scales(a, of_byte, own, first, count, unit, to.scale + r * room);
       if (!has_zeros) continue;
-      fetch(a.zero_point, own + R, first, count);
       largest_zero = _mm512_max_epu32(largest_zero, take_zeros(a, own, first, count, D < 3, to.zero + r * room));
     }
   }
-  static void fetch(const Numbers& of, int64_t row, int64_t first, int64_t count) {
+  // Where the numbers of the tile behind the next one begin that step s of this one fetches, and how many bytes of them.
+  void fetch(const Numbers& of, int64_t row, int64_t s, uintptr_t& at, int64_t& bytes) const {
     const int64_t size = of.stored == Stored::float32 ? 4 : of.stored == Stored::bytes ? 1 : 2;
-    const uintptr_t at = reinterpret_cast<uintptr_t>(of.data) + (row * of.stride + first) * size;
-    for (int64_t byte = 0; byte < count * size; byte += 64) _mm_prefetch(reinterpret_cast<const char*>(at + byte), _MM_HINT_T0);
+    bytes = (R * of.stride * size + x.steps - 1) / x.steps;
+    at = reinterpret_cast<uintptr_t>(of.data) + (row + 2 * R) * of.stride * size + s * bytes;
   }
 
   // Steps s .. s + count - 1 of a tile, of which `steps` says where the weight is, times all rows of x.
@@ -248,6 +276,8 @@ struct Rows {
         // Rows are short and several are read at once, which is more than a processor foresees: what lies two tiles further on,
         // in the order in which it lies, and for the second-level cache, since the first level is full of digits.
         steps.ahead = packed + 2 * R * a.packed_stride + from * R * P::bytes_of_step;
+        fetch(a.scale, row, from, steps.scales_ahead, steps.scales_of_step);
+        fetch(a.zero_point, row, from, steps.zeros_ahead, steps.zeros_of_step);
         take(steps, from, past - from, chunks[turn], first, total);
         if (past == to) continue;
         LastStep<bits> last[R];
