@@ -177,7 +177,8 @@ void in_turns(const Linear& a, const Multiply& multiply) {
   torch::stable::parallel_for(0, tasks, (least + 1) / 2, [&](int64_t begin, int64_t end) {
     for (int64_t at = next.load();;) {
       if (at >= tasks) return;
-      const int64_t half_share = (tasks - at) * (end - begin) / (2 * tasks), past = std::min(at + std::max(half_share, least), tasks);
+      const int64_t half_share = (tasks - at) * (end - begin) / (2 * tasks);
+      const int64_t past = std::min(at + std::max(half_share, least), tasks);
       if (!next.compare_exchange_weak(at, past)) continue;
       multiply(at * rows, std::min(past * rows, a.n));
       at = next.load();

@@ -23,11 +23,14 @@ struct Bytes {
   __m512i flipped, table;
   __m512i above[2];  // of three bits: where the upper bits of the even fields go to, and those of the odd ones
   explicit Bytes(const Bytewise& how)
-      : flipped(every(P::count == 1 ? how.flipped : !how.flipped ? 0 : P::width(P::count - 1) == 1 ? 0xff : 0xaa)),  // of the last plane
+      : flipped(every(P::count == 1 || !how.flipped ? how.flipped : P::width(P::count - 1) == 1 ? 0xff : 0xaa)),  // the last plane
         table(has_table ? _mm512_loadu_si512(how.table) : _mm512_setzero_si512()) {
     alignas(64) uint8_t bytes[64];
     for (int odd = 0; odd < 2; odd++) {
-      for (int i = 0; i < 64; i++) bytes[i] = static_cast<uint8_t>(((i >> odd & 1) << 2 | (i >> odd & 4) << 4) ^ (how.flipped ? 0x44 : 0));
+      for (int i = 0; i < 64; i++) {
+        const int spread = (i >> odd & 1) << 2 | (i >> odd & 4) << 4;
+        bytes[i] = static_cast<uint8_t>(how.flipped ? spread ^ 0x44 : spread);
+      }
       above[odd] = _mm512_load_si512(bytes);
     }
   }
@@ -49,15 +52,17 @@ struct Bytes {
   }
 
  private:
-  // The upper bits of four codes, spread to two of them in a byte: one shift for two fields, and no plane is taken field by field.
+  // The upper bits of four codes, spread to two of them in a byte: one shift for two fields, and none of a plane for each field.
   inline void take_three(const uint8_t* const* at, int64_t row, __m512i* bytes) const {
     const __m512i lower = _mm512_loadu_si512(at[0] + row);
     const __m512i fours = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x1c1814100c080400), quads_of<32>(at[1] + row));
     const __m512i threes = every(7), twos = every(0x33);
-    const __m512i even = _mm512_ternarylogic_epi64(lower, twos, _mm512_permutexvar_epi8(fours, above[0]), 0xea);  // (a & b) | c
-    const __m512i odd = _mm512_ternarylogic_epi64(_mm512_srli_epi16(lower, 2), twos, _mm512_permutexvar_epi8(fours, above[1]), 0xea);
-    bytes[0] = _mm512_and_si512(even, threes), bytes[1] = _mm512_and_si512(odd, threes);
-    bytes[2] = _mm512_and_si512(_mm512_srli_epi16(even, 4), threes), bytes[3] = _mm512_and_si512(_mm512_srli_epi16(odd, 4), threes);
+    const auto both = [&](__m512i low, __m512i spread) {
+      return _mm512_ternarylogic_epi64(low, twos, _mm512_permutexvar_epi8(fours, spread), 0xea);  // (a & b) | c
+    };
+    const __m512i even = both(lower, above[0]), odd = both(_mm512_srli_epi16(lower, 2), above[1]);
+    bytes[0] = _mm512_and_si512(even, threes), bytes[2] = _mm512_and_si512(_mm512_srli_epi16(even, 4), threes);
+    bytes[1] = _mm512_and_si512(odd, threes), bytes[3] = _mm512_and_si512(_mm512_srli_epi16(odd, 4), threes);
   }
 
   template <int field = 0>
@@ -72,14 +77,14 @@ struct Bytes {
 };
 
 constexpr int R = 4;  // rows of the weight in a tile: as many as leave the sums in registers
-constexpr int64_t most_groups = chunk / 4, room = most_groups + 48;  // scales that are taken at a time, and what may be written behind
+constexpr int64_t most_groups = chunk / 4, room = most_groups + 48;  // scales taken at a time, and what may be written behind
 
 // What some steps of a tile read, each pointer at the first of them.
 template <int bits>
 struct Steps {
   const uint8_t* at[Planes<bits>::count];  // planes of the first row
   int64_t stride;                          // bytes from row to row
-  const uint8_t* ahead;                    // what to fetch for the second-level cache
+  uintptr_t ahead;                         // what to fetch for the second-level cache
   uintptr_t scales_ahead, zeros_ahead;     // the same, of which a step fetches so many bytes
   int64_t scales_of_step, zeros_of_step;
   const int32_t* group;                    // of each step
@@ -88,24 +93,25 @@ struct Steps {
   const int32_t* sums;
   const float* of_slice;  // what the lowest digit counts
   int64_t m, slices;      // rows of x, and its slices
+  int64_t first;          // group of the first scale
   const float* scale;     // [R, room]
   const float* zero;
 };
 
-// `count` steps of R rows of the weight times M rows of x, in D digits, added to total [M, R]. A call of its own for many slices, so
-// that nothing but what a step needs is in registers.
+// `count` steps of R rows of the weight times M rows of x, in D digits, added to total [M, R]. A call of its own for many slices,
+// so that nothing but what a step needs is in registers.
 template <int bits, bool has_table, int D, int M, bool in_groups, bool has_zeros>
-__attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, const Steps<bits>& given, int64_t count, __m512* total) {
+__attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, const Steps<bits>& given, int64_t count,
+                                          __m512* total) {
   using P = Planes<bits>;
   constexpr int F = P::fields;
   constexpr int64_t steps_of_slice = slice / (64 * F);
   const Bytes<bits, has_table> bytes_of = how;
   const uint8_t* at[P::count];
   for (int p = 0; p < P::count; p++) at[p] = given.at[p];
-  const uint8_t* ahead = given.ahead;
-  uintptr_t scales_ahead = given.scales_ahead, zeros_ahead = given.zeros_ahead;
+  uintptr_t ahead = given.ahead, scales_ahead = given.scales_ahead, zeros_ahead = given.zeros_ahead;
   const int64_t scales_of_step = given.scales_of_step, zeros_of_step = given.zeros_of_step;
-  const int64_t stride = given.stride, m = given.m, slices = given.slices;
+  const int64_t stride = given.stride, m = given.m, slices = given.slices, first = given.first;
   const int32_t *groups = given.group, *lane = given.of_lane, *sums = given.sums;
   const int8_t* digits = given.digits;
   const float *of_slice = given.of_slice, *const scale = given.scale, *const zero = given.zero;
@@ -116,7 +122,8 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) bytes_of.take(at, r * stride, bytes[r]);
 #pragma GCC unroll 8
-    for (int line = 0; line < R * P::bytes_of_step / 64; line++) _mm_prefetch(reinterpret_cast<const char*>(ahead + line * 64), _MM_HINT_T1);
+    for (int line = 0; line < R * P::bytes_of_step / 64; line++)
+      _mm_prefetch(reinterpret_cast<const char*>(ahead + line * 64), _MM_HINT_T1);
     ahead += R * P::bytes_of_step;
     _mm_prefetch(reinterpret_cast<const char*>(scales_ahead), _MM_HINT_T1);
     scales_ahead += scales_of_step;
@@ -125,7 +132,7 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
       zeros_ahead += zeros_of_step;
     }
     for (int p = 0; p < P::count; p++) at[p] += P::bytes(p);
-    const int64_t group = *groups++;
+    const int64_t group = *groups++ - first;
     const auto of_lane = [&](const float* all) {
       if constexpr (in_groups) return _mm512_set1_ps(all[group]);
       else return _mm512_permutexvar_ps(_mm512_loadu_si512(lane), _mm512_loadu_ps(all + group));
@@ -213,8 +220,8 @@ struct Rows {
   const int64_t slices, whole, groups, steps_of_chunk;
   __m512i largest_zero = _mm512_setzero_si512();
   Rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t end)
-      : a(a), x(x), end(end), of_byte(a.scale), bytes_of(how), has_zeros(a.zero_point.data), unit(a.has_outer ? how.unit * a.outer : how.unit),
-        slices((a.k + slice - 1) / slice), whole(a.k / columns), groups((a.k + a.group - 1) / a.group),
+      : a(a), x(x), end(end), of_byte(a.scale), bytes_of(how), has_zeros(a.zero_point.data),
+        unit(a.has_outer ? how.unit * a.outer : how.unit), slices((a.k + slice - 1) / slice), whole(a.k / columns), groups((a.k + a.group - 1) / a.group),
         steps_of_chunk(std::max<int64_t>(most_groups * a.group / slice, 1) * steps_of_slice) {}
 
   bool alone(int64_t row) const { return end - row < R; }
@@ -242,7 +249,7 @@ struct Rows {
   void take(Steps<bits>& steps, int64_t s, int64_t count, const Chunk& of, int64_t first, __m512* total) const {
     if (count <= 0) return;
     steps.group = x.first_group + s, steps.of_lane = in_groups ? nullptr : x.group_of_lane + s * lanes;
-    steps.m = a.m, steps.slices = slices, steps.scale = of.scale - first, steps.zero = of.zero - first;
+    steps.m = a.m, steps.slices = slices, steps.first = first, steps.scale = of.scale, steps.zero = of.zero;
     const auto some = [&](int64_t m, auto rows) {
       constexpr int M = decltype(rows)::value;
       steps.digits = x.digits + (s * a.m + m) * D * columns, steps.sums = x.sums + (s * a.m + m) * lanes;
@@ -275,7 +282,7 @@ struct Rows {
         steps.stride = stride;
         // Rows are short and several are read at once, which is more than a processor foresees: what lies two tiles further on,
         // in the order in which it lies, and for the second-level cache, since the first level is full of digits.
-        steps.ahead = packed + 2 * R * a.packed_stride + from * R * P::bytes_of_step;
+        steps.ahead = reinterpret_cast<uintptr_t>(packed) + 2 * R * a.packed_stride + from * R * P::bytes_of_step;
         fetch(a.scale, row, from, steps.scales_ahead, steps.scales_of_step);
         fetch(a.zero_point, row, from, steps.zeros_ahead, steps.zeros_of_step);
         take(steps, from, past - from, chunks[turn], first, total);
@@ -301,7 +308,8 @@ template <int bits, bool has_table>
 bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
   const auto with = [&](auto digits) {
     constexpr int D = decltype(digits)::value;
-    return x.group_of_lane ? Rows<bits, has_table, D, false>(a, how, x, end).run(begin) : Rows<bits, has_table, D, true>(a, how, x, end).run(begin);
+    if (x.group_of_lane) return Rows<bits, has_table, D, false>(a, how, x, end).run(begin);
+    return Rows<bits, has_table, D, true>(a, how, x, end).run(begin);
   };
   if (x.count == 1) return with(std::integral_constant<int, 1>());
   if (x.count == 3) return with(std::integral_constant<int, 3>());

@@ -70,9 +70,9 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
     planes[r] = P(a.packed + row[r] * a.packed_stride, a.k);
     if (whole < x.steps) last[r].copy(planes[r], whole, a.k);
   }
-  // What lies two tiles further on, in the order in which it lies, for the second-level cache: rows are short and several are read at
-  // once, which is more than a processor foresees, and the first level is full of digits.
-  const uint8_t* const ahead = a.packed + (begin + 2 * R) * a.packed_stride;
+  // What lies two tiles further on, in the order in which it lies, for the second-level cache: rows are short and several are read
+  // at once, which is more than a processor foresees, and the first level is full of digits.
+  const uintptr_t ahead = reinterpret_cast<uintptr_t>(a.packed) + (begin + 2 * R) * a.packed_stride;
   alignas(32) float scale[R][chunk / 4 + 16];
   alignas(32) float zero[R][chunk / 4 + 16];  // integers, where there are three digits
   int largest_zero = 0;
