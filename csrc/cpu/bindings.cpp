@@ -291,7 +291,7 @@ bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given,
   const int lanes = kernels->lanes;
   const int64_t columns = columns_of(a.bits, lanes), steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
   const int64_t size = takes_words(a.bits, lanes) ? 2 * words_of(count) : count;  // bytes of a number's digits
-  const bool uniform = a.group >= a.k || a.group % columns_of(a.bits, wide_lanes) == 0;
+  const bool uniform = a.group >= a.k || a.group % columns == 0;
   const std::unique_ptr<int32_t[]> groups(new int32_t[steps * (uniform ? 1 : 1 + lanes)]);
   for (int64_t s = 0; s < steps; s++) {
     groups[s] = static_cast<int32_t>(s * columns / a.group);

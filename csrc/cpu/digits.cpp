@@ -23,7 +23,7 @@ struct Bytes {
   __m512i flipped, table;
   __m512i above[2];  // of three bits: where the upper bits of the even fields go to, and those of the odd ones
   explicit Bytes(const Bytewise& how)
-      : flipped(every(P::count == 1 || !how.flipped ? how.flipped : P::width(P::count - 1) == 1 ? 0xff : 0xaa)),  // the last plane
+      : flipped(every(P::count == 1 || !how.flipped ? how.flipped : P::width(P::count - 1) == 1 ? 0xff : 0xaa)),  // last plane
         table(has_table ? _mm512_loadu_si512(how.table) : _mm512_setzero_si512()) {
     alignas(64) uint8_t bytes[64];
     for (int odd = 0; odd < 2; odd++) {
@@ -221,7 +221,8 @@ struct Rows {
   __m512i largest_zero = _mm512_setzero_si512();
   Rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t end)
       : a(a), x(x), end(end), of_byte(a.scale), bytes_of(how), has_zeros(a.zero_point.data),
-        unit(a.has_outer ? how.unit * a.outer : how.unit), slices((a.k + slice - 1) / slice), whole(a.k / columns), groups((a.k + a.group - 1) / a.group),
+        unit(a.has_outer ? how.unit * a.outer : how.unit), slices((a.k + slice - 1) / slice), whole(a.k / columns),
+        groups((a.k + a.group - 1) / a.group),
         steps_of_chunk(std::max<int64_t>(most_groups * a.group / slice, 1) * steps_of_slice) {}
 
   bool alone(int64_t row) const { return end - row < R; }

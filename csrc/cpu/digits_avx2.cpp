@@ -60,7 +60,7 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
   const float unit = a.has_outer ? how.unit * a.outer : how.unit;
   const int64_t slices = (a.k + slice - 1) / slice, whole = a.k / columns, groups = (a.k + a.group - 1) / a.group;
   const int64_t stride = a.m * size;
-  const bool has_zeros = a.zero_point.data != nullptr;
+  const bool has_zeros = a.zero_point.data != nullptr, pairs = a.group >= a.k || a.group % (2 * columns) == 0;
   int64_t row[R];
   P planes[R];
   LastStep<bits> last[R];
@@ -132,7 +132,7 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
       };
       int64_t s = s0;
       if constexpr (in_pairs)
-        for (; s + 2 <= s1 && s + 2 <= whole; s += 2) take_steps(s, std::integral_constant<int, 2>());
+        for (; pairs && s + 2 <= s1 && s + 2 <= whole; s += 2) take_steps(s, std::integral_constant<int, 2>());
       for (; s < s1; s++) {
         if (s == whole) {
           behind = whole;
