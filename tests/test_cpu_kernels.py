@@ -405,7 +405,9 @@ def test_rows_rounded_to_int8_do_not_depend_on_each_other(m: int, some: int, sha
 
 
 @pytest.mark.skipif(cpu_panels._dots_available() is not None, reason=cpu_panels._dots_available() or "")
-@pytest.mark.parametrize(("scheme", "least"), [("int4", 11), ("fp8", 5), ("nf4", 5), ("mxfp8", 5)])
+@pytest.mark.parametrize(
+    ("scheme", "least"), [("int4", 11), ("int8", 11), ("int6", 17), ("mxint8", 17), ("fp8", 5), ("nf4", 5), ("mxfp8", 5)]
+)
 def test_many_rows_of_bfloat16_take_dots(scheme: str, least: int) -> None:
     q = QTensor.quantize(torch.randn(8, 256, generator=torch.Generator().manual_seed(0)), scheme)
     for m, dtype in ((least - 1, torch.bfloat16), (least, torch.float16), (least, torch.bfloat16), (300, torch.bfloat16)):

@@ -168,6 +168,36 @@ void in_tasks(const Linear& a, const Multiply& multiply) {
   });
 }
 
+// The same in turns: a thread takes part of what is left, less each time, so that one which is held up by others holds up none.
+template <typename Multiply>
+void in_turns(const Linear& a, const Multiply& multiply) {
+  constexpr int64_t rows = 32, weights = 1 << 18;
+  const int64_t tasks = (a.n + rows - 1) / rows, least = weights / (rows * (a.k > 0 ? a.k : 1)) + 1;
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, tasks, (least + 1) / 2, [&](int64_t begin, int64_t end) {
+    for (int64_t at = next.load();;) {
+      if (at >= tasks) return;
+      const int64_t half_share = (tasks - at) * (end - begin) / (2 * tasks);
+      const int64_t past = std::min(at + std::max(half_share, least), tasks);
+      if (!next.compare_exchange_weak(at, past)) continue;
+      multiply(at * rows, std::min(past * rows, a.n));
+      at = next.load();
+    }
+  });
+}
+
+// Room that kernels read a register at a time: it begins with a line, since a register from two of them takes twice as long.
+struct Freed {
+  void operator()(void* room) const { std::free(room); }
+};
+template <typename T>
+std::unique_ptr<T[], Freed> lines_of(int64_t count) {
+  constexpr size_t line = 64;
+  void* const room = std::aligned_alloc(line, (count * sizeof(T) + line - 1) / line * line);
+  STD_TORCH_CHECK(room || !count, "no memory for ", count, " numbers");
+  return std::unique_ptr<T[], Freed>(static_cast<T*>(room));
+}
+
 // Weights as bytes less an offset, times a power of two; false where a format's numbers are not that.
 bool are_bytes(const Linear& a, Bytewise& how, uint8_t* table) {
   for (int log = 0; log <= 8; log++) {
@@ -261,20 +291,20 @@ bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given,
   const int lanes = kernels->lanes;
   const int64_t columns = columns_of(a.bits, lanes), steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
   const int64_t size = takes_words(a.bits, lanes) ? 2 * words_of(count) : count;  // bytes of a number's digits
-  const bool uniform = a.group >= a.k || a.group % columns_of(a.bits, wide_lanes) == 0;
+  const bool uniform = a.group >= a.k || a.group % columns == 0;
   const std::unique_ptr<int32_t[]> groups(new int32_t[steps * (uniform ? 1 : 1 + lanes)]);
   for (int64_t s = 0; s < steps; s++) {
     groups[s] = static_cast<int32_t>(s * columns / a.group);
     for (int64_t lane = 0; lane < lanes && !uniform; lane++)
       groups[steps + s * lanes + lane] = static_cast<int32_t>((s * columns + lane * 4 * fields) / a.group) - groups[s];
   }
-  const std::unique_ptr<int8_t[]> digits(new int8_t[steps * a.m * size * columns]);
-  const std::unique_ptr<int32_t[]> sums(new int32_t[steps * a.m * lanes]);
+  const auto digits = lines_of<int8_t>(steps * a.m * size * columns);
+  const auto sums = lines_of<int32_t>(steps * a.m * lanes);
   const std::unique_ptr<float[]> scale(new float[a.m * slices]);
   const DigitsOfX of_x = {count, given, steps, groups.get(), uniform ? nullptr : groups.get() + steps, digits.get(), sums.get(), scale.get()};
   if (!kernels->take_digits(a, how, x, of_x)) return false;
   std::atomic<bool> good{true};
-  in_tasks(a, [&](int64_t begin, int64_t end) {
+  in_turns(a, [&](int64_t begin, int64_t end) {
     if (!kernels->digits(a, how, of_x, begin, end)) good = false;
     finish(begin, end);
   });
@@ -292,10 +322,10 @@ bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
     const int64_t column = i * (columns / 4);
     groups[i] = static_cast<int32_t>((column < a.k ? column : a.k - 1) / a.group);
   }
-  const std::unique_ptr<float[]> numbers(new float[steps * a.m * columns]);
+  const auto numbers = lines_of<float>(steps * a.m * columns);
   const FloatsOfX of_x = {steps, groups.get(), numbers.get()};
   kernels->take_floats(a, x, of_x);
-  in_tasks(a, [&](int64_t begin, int64_t end) {
+  in_turns(a, [&](int64_t begin, int64_t end) {
     kernels->floats(a, of_x, begin, end);
     finish(begin, end);
   });
@@ -307,7 +337,7 @@ template <typename Finish>
 void multiply_floats(Linear& a, const Numbers& x, int64_t groups, const InstructionSet& set, const Finish& finish) {
   int64_t blocks = 0;
   for (int64_t g = 0; g < groups; g++) blocks += span_of(a, g).blocks;
-  const std::unique_ptr<float[]> arranged(new float[blocks * block * a.m]);
+  const auto arranged = lines_of<float>(blocks * block * a.m);
   set.arrange(a, x, arranged.get());
   a.arranged = arranged.get();
   in_tasks(a, [&](int64_t begin, int64_t end) {
@@ -557,7 +587,7 @@ Tensor dots_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tens
   if (a.m == 0 || a.n == 0) return y;
   const uint16_t* given = static_cast<const uint16_t*>(x.const_data_ptr());
   const int64_t stride = stride_of_dots(a.k);
-  const std::unique_ptr<uint16_t[]> of_x(new uint16_t[a.m * stride]);
+  const auto of_x = lines_of<uint16_t>(a.m * stride);
   torch::stable::parallel_for(0, a.m, 16, [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; m++) std::fill(std::copy_n(given + m * a.k, a.k, of_x.get() + m * stride), of_x.get() + (m + 1) * stride, 0);
   });

@@ -7,152 +7,314 @@
 // What follows is fp32: the scales of the groups, those of the slices, the sum of the lanes. No sum depends on the threads.
 #include "digits.h"
 
+#include <algorithm>
+#include <memory>
+#include <type_traits>
+
 #include "steps.h"
 
 namespace lowbit::cpu::avx512vnni {
 namespace {
 
+// Codes of one row as bytes: what the instructions of a step need beside the planes.
 template <int bits, bool has_table>
-inline void bytes_of(const Planes<bits>& planes, int64_t step, __m512i flipped, __m512i table, __m512i* bytes) {
+struct Bytes {
   using P = Planes<bits>;
-  __m512i quads[3];
-  if constexpr (P::count > 1) quads[1] = quads_of<P::bytes(1)>(planes.at[1] + step * P::bytes(1));
-  if constexpr (P::count > 2) quads[2] = quads_of<P::bytes(2)>(planes.at[2] + step * P::bytes(2));
-  const __m512i widest = _mm512_loadu_si512(planes.at[0] + step * P::bytes(0));
-  if constexpr (has_table) {
-    take_codes<bits, false>(widest, quads, bytes);
-    for (int f = 0; f < P::fields; f++) bytes[f] = _mm512_permutexvar_epi8(bytes[f], table);
-  } else if constexpr (P::count == 1) {  // the bits of all fields at once
-    take_codes<bits, true>(_mm512_xor_si512(widest, flipped), quads, bytes);
-  } else {
-    take_codes<bits, true>(widest, quads, bytes);
-    for (int f = 0; f < P::fields; f++) bytes[f] = _mm512_xor_si512(bytes[f], flipped);
+  __m512i flipped, table;
+  __m512i above[2];  // of three bits: where the upper bits of the even fields go to, and those of the odd ones
+  explicit Bytes(const Bytewise& how)
+      : flipped(every(P::count == 1 || !how.flipped ? how.flipped : P::width(P::count - 1) == 1 ? 0xff : 0xaa)),  // last plane
+        table(has_table ? _mm512_loadu_si512(how.table) : _mm512_setzero_si512()) {
+    alignas(64) uint8_t bytes[64];
+    for (int odd = 0; odd < 2; odd++) {
+      for (int i = 0; i < 64; i++) {
+        const int spread = (i >> odd & 1) << 2 | (i >> odd & 4) << 4;
+        bytes[i] = static_cast<uint8_t>(how.flipped ? spread ^ 0x44 : spread);
+      }
+      above[odd] = _mm512_load_si512(bytes);
+    }
   }
-}
+  inline void take(const uint8_t* const* at, int64_t row, __m512i* bytes) const {
+    if constexpr (bits == 3 && !has_table) return take_three(at, row, bytes);
+    __m512i quads[3];
+    if constexpr (P::count > 1) quads[1] = quads_of<P::bytes(1)>(at[1] + row);
+    if constexpr (P::count > 2) quads[2] = quads_of<P::bytes(2)>(at[2] + row);
+    const __m512i widest = _mm512_loadu_si512(at[0] + row);
+    if constexpr (has_table) {
+      take_codes<bits, false>(widest, quads, bytes);
+      for (int f = 0; f < P::fields; f++) bytes[f] = _mm512_permutexvar_epi8(bytes[f], table);
+    } else if constexpr (P::count == 1) {
+      take_fields(widest, bytes);
+    } else {
+      quads[P::count - 1] = _mm512_xor_si512(quads[P::count - 1], flipped);
+      take_codes<bits, true>(widest, quads, bytes);
+    }
+  }
 
-// R rows of the weight times M rows of x from m0 on, in D digits. Rows beyond `end` stand for the last one before it.
-template <int bits, bool has_table, int D, int M, int R>
-bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, const ByteScales& of_byte, int64_t m0, int64_t begin, int64_t end) {
+ private:
+  // The upper bits of four codes, spread to two of them in a byte: one shift for two fields, and none of a plane for each field.
+  inline void take_three(const uint8_t* const* at, int64_t row, __m512i* bytes) const {
+    const __m512i lower = _mm512_loadu_si512(at[0] + row);
+    const __m512i fours = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x1c1814100c080400), quads_of<32>(at[1] + row));
+    const __m512i threes = every(7), twos = every(0x33);
+    const auto both = [&](__m512i low, __m512i spread) {
+      return _mm512_ternarylogic_epi64(low, twos, _mm512_permutexvar_epi8(fours, spread), 0xea);  // (a & b) | c
+    };
+    const __m512i even = both(lower, above[0]), odd = both(_mm512_srli_epi16(lower, 2), above[1]);
+    bytes[0] = _mm512_and_si512(even, threes), bytes[2] = _mm512_and_si512(_mm512_srli_epi16(even, 4), threes);
+    bytes[1] = _mm512_and_si512(odd, threes), bytes[3] = _mm512_and_si512(_mm512_srli_epi16(odd, 4), threes);
+  }
+
+  template <int field = 0>
+  inline void take_fields(__m512i widest, __m512i* bytes) const {
+    if constexpr (field < P::fields) {
+      const __m512i own = field ? _mm512_srli_epi16(widest, field * bits) : widest;
+      bytes[field] = bits == 8 ? _mm512_xor_si512(own, flipped)
+                               : _mm512_ternarylogic_epi64(own, every((1 << bits) - 1), flipped, 0x6a);  // (a & b) ^ c
+      take_fields<field + 1>(widest, bytes);
+    }
+  }
+};
+
+constexpr int R = 4;  // rows of the weight in a tile: as many as leave the sums in registers
+constexpr int64_t most_groups = chunk / 4, room = most_groups + 48;  // scales taken at a time, and what may be written behind
+
+// What some steps of a tile read, each pointer at the first of them.
+template <int bits>
+struct Steps {
+  const uint8_t* at[Planes<bits>::count];  // planes of the first row
+  int64_t stride;                          // bytes from row to row
+  uintptr_t ahead;                         // what to fetch for the second-level cache
+  uintptr_t scales_ahead, zeros_ahead;     // the same, of which a step fetches so many bytes
+  int64_t scales_of_step, zeros_of_step;
+  const int32_t* group;                    // of each step
+  const int32_t* of_lane;
+  const int8_t* digits;
+  const int32_t* sums;
+  const float* of_slice;  // what the lowest digit counts
+  int64_t m, slices;      // rows of x, and its slices
+  int64_t first;          // group of the first scale
+  const float* scale;     // [R, room]
+  const float* zero;
+};
+
+// `count` steps of R rows of the weight times M rows of x, in D digits, added to total [M, R]. A call of its own for many slices,
+// so that nothing but what a step needs is in registers.
+template <int bits, bool has_table, int D, int M, bool in_groups, bool has_zeros>
+__attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, const Steps<bits>& given, int64_t count,
+                                          __m512* total) {
   using P = Planes<bits>;
   constexpr int F = P::fields;
-  constexpr int64_t columns = 64 * F, steps_of_slice = slice / columns, steps_of_chunk = chunk / columns;
-  const __m512i flipped = every(how.flipped * (P::count == 1 && F > 1 ? 255 / ((1 << bits) - 1) : 1));
-  const __m512i table = has_table ? _mm512_loadu_si512(how.table) : _mm512_setzero_si512();
-  const float unit = a.has_outer ? how.unit * a.outer : how.unit;
-  const int64_t slices = (a.k + slice - 1) / slice, whole = a.k / columns, groups = (a.k + a.group - 1) / a.group;
-  const bool has_zeros = a.zero_point.data != nullptr;
-  int64_t row[R];
-  Planes<bits> planes[R];
-  LastStep<bits> last[R];
-  for (int r = 0; r < R; r++) {
-    row[r] = begin + r < end ? begin + r : end - 1;
-    planes[r] = Planes<bits>(a.packed + row[r] * a.packed_stride, a.k);
-    if (whole < x.steps) last[r].copy(planes[r], whole, a.k);
-  }
-  // The same place in the next tile, for the second-level cache: rows are short and several are read at once, which is more than
-  // a processor foresees, and the first level is full of digits.
-  const uintptr_t ahead = static_cast<uintptr_t>(R * a.packed_stride);
-  alignas(64) float scale[R][chunk / 4 + 48];
-  alignas(64) float zero[R][chunk / 4 + 48];  // integers, where there are three digits
-  __m512i largest_zero = _mm512_setzero_si512();
-  __m512 total[R][M];
-  for (auto& of_row : total)
-    for (__m512& t : of_row) t = _mm512_setzero_ps();
+  constexpr int64_t steps_of_slice = slice / (64 * F);
+  const Bytes<bits, has_table> bytes_of = how;
+  const uint8_t* at[P::count];
+  for (int p = 0; p < P::count; p++) at[p] = given.at[p];
+  uintptr_t ahead = given.ahead, scales_ahead = given.scales_ahead, zeros_ahead = given.zeros_ahead;
+  const int64_t scales_of_step = given.scales_of_step, zeros_of_step = given.zeros_of_step;
+  const int64_t stride = given.stride, m = given.m, slices = given.slices, first = given.first;
+  const int32_t *groups = given.group, *lane = given.of_lane, *sums = given.sums;
+  const int8_t* digits = given.digits;
+  const float *of_slice = given.of_slice, *const scale = given.scale, *const zero = given.zero;
 
-  for (int64_t from = 0; from < x.steps; from += steps_of_chunk) {
-    const int64_t to = from + steps_of_chunk < x.steps ? from + steps_of_chunk : x.steps;
-    const int64_t first = x.first_group[from];
-    const int64_t past = to * columns >= a.k ? groups : (to * columns - 1) / a.group + 1;
-    for (int r = 0; r < R; r++) {
-      take_scales(a, of_byte, row[r], first, past - first, unit, scale[r]);
-      if (has_zeros) largest_zero = _mm512_max_epu32(largest_zero, take_zeros(a, row[r], first, past - first, D < 3, zero[r]));
-    }
-    for (int64_t s0 = from; s0 < to; s0 += steps_of_slice) {
-      __m512 part[R][M];
-      for (auto& of_row : part)
-        for (__m512& p : of_row) p = _mm512_setzero_ps();
-      const int64_t s1 = s0 + steps_of_slice < to ? s0 + steps_of_slice : to;
-      for (int64_t s = s0; s < s1; s++) {
-        const int64_t group = x.first_group[s] - first;
-        const int8_t* digits = x.digits + (s * a.m + m0) * D * F * 64;
-        const int32_t* sums = x.sums + (s * a.m + m0) * lanes;
-        __m512i bytes[R][F];
+  __m512 part[R][M];
+  const auto step = [&]() __attribute__((always_inline)) {
+    __m512i bytes[R][F];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          if (s < whole) {
-            for (int p = 0; p < P::count; p++)
-              _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(planes[r].at[p] + s * P::bytes(p)) + ahead), _MM_HINT_T1);
-            bytes_of<bits, has_table>(planes[r], s, flipped, table, bytes[r]);
-          } else {
-            bytes_of<bits, has_table>(last[r].planes, 0, flipped, table, bytes[r]);
-          }
-        }
-        const auto of_lane = [&](const float* all) {
-          if (!x.group_of_lane) return _mm512_set1_ps(all[group]);
-          return _mm512_permutexvar_ps(_mm512_loadu_si512(x.group_of_lane + s * lanes), _mm512_loadu_ps(all + group));
-        };
-        __m512 scales[R], zeros[R];
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) scales[r] = of_lane(scale[r]), zeros[r] = has_zeros ? of_lane(zero[r]) : scales[r];
-#pragma GCC unroll 4
-        for (int m = 0; m < M; m++) {
-          __m512i sum[R];
-#pragma GCC unroll 4
-          for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_si512();
-#pragma GCC unroll 3
-          for (int d = 0; d < D; d++) {
+    for (int r = 0; r < R; r++) bytes_of.take(at, r * stride, bytes[r]);
 #pragma GCC unroll 8
-            for (int f = 0; f < F; f++) {
-              const __m512i digit = _mm512_loadu_si512(digits + ((m * D + d) * F + f) * 64);
+    for (int line = 0; line < R * P::bytes_of_step / 64; line++)
+      _mm_prefetch(reinterpret_cast<const char*>(ahead + line * 64), _MM_HINT_T1);
+    ahead += R * P::bytes_of_step;
+    _mm_prefetch(reinterpret_cast<const char*>(scales_ahead), _MM_HINT_T1);
+    scales_ahead += scales_of_step;
+    if constexpr (has_zeros) {
+      _mm_prefetch(reinterpret_cast<const char*>(zeros_ahead), _MM_HINT_T1);
+      zeros_ahead += zeros_of_step;
+    }
+    for (int p = 0; p < P::count; p++) at[p] += P::bytes(p);
+    const int64_t group = *groups++ - first;
+    const auto of_lane = [&](const float* all) {
+      if constexpr (in_groups) return _mm512_set1_ps(all[group]);
+      else return _mm512_permutexvar_ps(_mm512_loadu_si512(lane), _mm512_loadu_ps(all + group));
+    };
 #pragma GCC unroll 4
-              for (int r = 0; r < R; r++)
-                sum[r] = _mm512_dpbusd_epi32(d && !f ? _mm512_slli_epi32(sum[r], 8) : sum[r], bytes[r][f], digit);
-            }
-          }
-          const __m512i share = _mm512_loadu_si512(sums + m * lanes);
+    for (int i = 0; i < M; i++) {
+      __m512i sum[R];
 #pragma GCC unroll 4
-          for (int r = 0; r < R; r++) {
-            __m512 all;
-            if (!has_zeros) {
-              all = _mm512_cvtepi32_ps(_mm512_add_epi32(sum[r], share));
-            } else if constexpr (D < 3) {  // no more than 24 bits: exact in floats
-              all = _mm512_fmadd_ps(zeros[r], _mm512_castsi512_ps(share), _mm512_cvtepi32_ps(sum[r]));
-            } else {
-              all = _mm512_cvtepi32_ps(_mm512_add_epi32(sum[r], _mm512_mullo_epi32(_mm512_castps_si512(zeros[r]), share)));
-            }
-            part[r][m] = _mm512_fmadd_ps(all, scales[r], part[r][m]);
-          }
+      for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_si512();
+#pragma GCC unroll 3
+      for (int d = 0; d < D; d++) {
+#pragma GCC unroll 8
+        for (int f = 0; f < F; f++) {
+          __m512i digit = _mm512_loadu_si512(digits + ((i * D + d) * F + f) * 64);
+          asm("" : "+v"(digit));  // read once: a load takes as long as a product
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++)
+            sum[r] = _mm512_dpbusd_epi32(d && !f ? _mm512_slli_epi32(sum[r], 8) : sum[r], bytes[r][f], digit);
         }
       }
-      for (int m = 0; m < M; m++) {
-        const __m512 of_slice = _mm512_set1_ps(x.scale[(m0 + m) * slices + s0 * columns / slice]);
-        for (int r = 0; r < R; r++) total[r][m] = _mm512_fmadd_ps(part[r][m], of_slice, total[r][m]);
+      const __m512i share = _mm512_loadu_si512(sums + i * lanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        __m512 all;
+        if constexpr (!has_zeros) {
+          all = _mm512_cvtepi32_ps(_mm512_add_epi32(sum[r], share));
+        } else if constexpr (D < 3) {  // no more than 24 bits: exact in floats
+          all = _mm512_fmadd_ps(of_lane(zero + r * room), _mm512_castsi512_ps(share), _mm512_cvtepi32_ps(sum[r]));
+        } else {
+          const __m512i less = _mm512_mullo_epi32(_mm512_castps_si512(of_lane(zero + r * room)), share);
+          all = _mm512_cvtepi32_ps(_mm512_add_epi32(sum[r], less));
+        }
+        part[r][i] = _mm512_fmadd_ps(all, of_lane(scale + r * room), part[r][i]);
       }
     }
-  }
-  for (int r = 0; r < R; r++)
-    for (int m = 0; m < M; m++) a.y[(m0 + m) * a.n + row[r]] = _mm512_reduce_add_ps(total[r][m]);
-  return _mm512_cmpgt_epu32_mask(largest_zero, _mm512_set1_epi32((1 << bits) - 1)) == 0;
+    if constexpr (!in_groups) lane += lanes;
+    digits += m * D * F * 64, sums += m * lanes;
+  };
+  const auto take_slice = [&](int64_t steps, auto is_whole) __attribute__((always_inline)) {
+    for (auto& of_row : part)
+      for (__m512& p : of_row) p = _mm512_setzero_ps();
+    if constexpr (decltype(is_whole)::value) {
+#pragma GCC unroll 4
+      for (int64_t s = 0; s < steps_of_slice; s++) step();
+    } else {
+      for (int64_t s = 0; s < steps; s++) step();
+    }
+    for (int i = 0; i < M; i++) {
+      const __m512 times = _mm512_set1_ps(of_slice[i * slices]);
+      for (int r = 0; r < R; r++) total[i * R + r] = _mm512_fmadd_ps(part[r][i], times, total[i * R + r]);
+    }
+    of_slice++;
+  };
+  for (; count >= steps_of_slice; count -= steps_of_slice) take_slice(steps_of_slice, std::true_type());
+  if (count > 0) take_slice(count, std::false_type());
 }
 
-template <int bits, bool has_table, int D>
-bool rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
-  const ByteScales of_byte(a.scale);
-  bool good = true;
-  for (int64_t row = begin; row < end; row += 4) {
-    int64_t m = 0;
-    for (; m + 4 <= a.m; m += 4) good = tile<bits, has_table, D, 4, 4>(a, how, x, of_byte, m, row, end) && good;
-    if (m + 2 <= a.m) good = tile<bits, has_table, D, 2, 4>(a, how, x, of_byte, m, row, end) && good, m += 2;
-    if (m < a.m) good = tile<bits, has_table, D, 1, 4>(a, how, x, of_byte, m, row, end) && good;
-  }
-  return good;
+// The sums of the lanes of four registers.
+inline __m128 sums_of(const __m512* of) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(of[0], of[1]), _mm512_unpackhi_ps(of[0], of[1]));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(of[2], of[3]), _mm512_unpackhi_ps(of[2], of[3]));
+  const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
+
+// Scales and zero points of the rows of a tile, for the groups of a chunk of columns.
+struct Chunk {
+  alignas(64) float scale[R * room];
+  alignas(64) float zero[R * room];  // integers, where there are three digits
+};
+
+// Rows of the weight, R at a time, times all rows of x in D digits; what is left over is taken a row at a time, R times over.
+template <int bits, bool has_table, int D, bool in_groups>
+struct Rows {
+  using P = Planes<bits>;
+  static constexpr int64_t columns = 64 * P::fields, steps_of_slice = slice / columns;
+  const Linear& a;
+  const DigitsOfX& x;
+  const int64_t end;
+  const ByteScales of_byte;
+  const Bytes<bits, has_table> bytes_of;
+  const bool has_zeros;
+  const float unit;
+  const int64_t slices, whole, groups, steps_of_chunk;
+  __m512i largest_zero = _mm512_setzero_si512();
+  Rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t end)
+      : a(a), x(x), end(end), of_byte(a.scale), bytes_of(how), has_zeros(a.zero_point.data),
+        unit(a.has_outer ? how.unit * a.outer : how.unit), slices((a.k + slice - 1) / slice), whole(a.k / columns),
+        groups((a.k + a.group - 1) / a.group),
+        steps_of_chunk(std::max<int64_t>(most_groups * a.group / slice, 1) * steps_of_slice) {}
+
+  bool alone(int64_t row) const { return end - row < R; }
+
+  // The scales of the rows from `row` on for the steps from `from` on.
+  void take_chunk(int64_t row, int64_t from, Chunk& to) {
+    if (row >= end) return;
+    const int64_t past = from + steps_of_chunk < x.steps ? (((from + steps_of_chunk) * columns) - 1) / a.group + 1 : groups;
+    const int64_t first = x.first_group[from], count = past - first;
+    for (int r = 0; r < R; r++) {
+      const int64_t own = alone(row) ? row : row + r;
+      take_scales(a, of_byte, own, first, count, unit, to.scale + r * room);
+      if (!has_zeros) continue;
+      largest_zero = _mm512_max_epu32(largest_zero, take_zeros(a, own, first, count, D < 3, to.zero + r * room));
+    }
+  }
+  // Where the numbers of the tile behind the next one begin that step s of this one fetches, and how many bytes of them.
+  void fetch(const Numbers& of, int64_t row, int64_t s, uintptr_t& at, int64_t& bytes) const {
+    const int64_t size = of.stored == Stored::float32 ? 4 : of.stored == Stored::bytes ? 1 : 2;
+    bytes = (R * of.stride * size + x.steps - 1) / x.steps;
+    at = reinterpret_cast<uintptr_t>(of.data) + (row + 2 * R) * of.stride * size + s * bytes;
+  }
+
+  // Steps s .. s + count - 1 of a tile, of which `steps` says where the weight is, times all rows of x.
+  void take(Steps<bits>& steps, int64_t s, int64_t count, const Chunk& of, int64_t first, __m512* total) const {
+    if (count <= 0) return;
+    steps.group = x.first_group + s, steps.of_lane = in_groups ? nullptr : x.group_of_lane + s * lanes;
+    steps.m = a.m, steps.slices = slices, steps.first = first, steps.scale = of.scale, steps.zero = of.zero;
+    const auto some = [&](int64_t m, auto rows) {
+      constexpr int M = decltype(rows)::value;
+      steps.digits = x.digits + (s * a.m + m) * D * columns, steps.sums = x.sums + (s * a.m + m) * lanes;
+      steps.of_slice = x.scale + m * slices + s / steps_of_slice;
+      if (has_zeros) take_steps<bits, has_table, D, M, in_groups, true>(bytes_of, steps, count, total + m * R);
+      else take_steps<bits, has_table, D, M, in_groups, false>(bytes_of, steps, count, total + m * R);
+    };
+    int64_t m = 0;
+    for (; m + 4 <= a.m; m += 4) some(m, std::integral_constant<int, 4>());
+    if (m + 2 <= a.m) some(m, std::integral_constant<int, 2>()), m += 2;
+    if (m < a.m) some(m, std::integral_constant<int, 1>());
+  }
+
+  bool run(int64_t row) {
+    const std::unique_ptr<Chunk[]> chunks(new Chunk[2]);
+    __m512 total[most_rows_at_once * R];
+    // Scales are taken one chunk ahead: what was only just stored is slow to read in other sizes.
+    take_chunk(row, 0, chunks[0]);
+    for (int64_t turn = 0; row < end;) {
+      const bool one = alone(row);
+      const int64_t next = row + (one ? 1 : R), stride = one ? 0 : a.packed_stride;
+      const uint8_t* const packed = a.packed + row * a.packed_stride;
+      const P planes(packed, a.k);
+      for (int64_t i = 0; i < a.m * R; i++) total[i] = _mm512_setzero_ps();
+      for (int64_t from = 0; from < x.steps; from += steps_of_chunk, turn ^= 1) {
+        const int64_t to = std::min(from + steps_of_chunk, x.steps), past = std::min(to, whole), first = x.first_group[from];
+        take_chunk(to < x.steps ? row : next, to < x.steps ? to : 0, chunks[turn ^ 1]);
+        Steps<bits> steps;
+        for (int p = 0; p < P::count; p++) steps.at[p] = planes.at[p] + from * P::bytes(p);
+        steps.stride = stride;
+        // Rows are short and several are read at once, which is more than a processor foresees: what lies two tiles further on,
+        // in the order in which it lies, and for the second-level cache, since the first level is full of digits.
+        steps.ahead = reinterpret_cast<uintptr_t>(packed) + 2 * R * a.packed_stride + from * R * P::bytes_of_step;
+        fetch(a.scale, row, from, steps.scales_ahead, steps.scales_of_step);
+        fetch(a.zero_point, row, from, steps.zeros_ahead, steps.zeros_of_step);
+        take(steps, from, past - from, chunks[turn], first, total);
+        if (past == to) continue;
+        LastStep<bits> last[R];
+        for (int r = 0; r < R; r++) last[r].copy(P(packed + r * stride, a.k), whole, a.k);
+        for (int p = 0; p < P::count; p++) steps.at[p] = last[0].bytes[p];
+        steps.stride = sizeof last[0];
+        take(steps, whole, 1, chunks[turn], first, total);
+      }
+      for (int64_t m = 0; m < a.m; m++) {
+        const __m128 sums = sums_of(total + m * R);
+        if (one) _mm_store_ss(a.y + m * a.n + row, sums);
+        else _mm_storeu_ps(a.y + m * a.n + row, sums);
+      }
+      row = next;
+    }
+    return _mm512_cmpgt_epu32_mask(largest_zero, _mm512_set1_epi32((1 << bits) - 1)) == 0;
+  }
+};
 
 template <int bits, bool has_table>
 bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
-  if (x.count == 1) return rows<bits, has_table, 1>(a, how, x, begin, end);
-  if (x.count == 3) return rows<bits, has_table, 3>(a, how, x, begin, end);
-  return rows<bits, has_table, 2>(a, how, x, begin, end);
+  const auto with = [&](auto digits) {
+    constexpr int D = decltype(digits)::value;
+    if (x.group_of_lane) return Rows<bits, has_table, D, false>(a, how, x, end).run(begin);
+    return Rows<bits, has_table, D, true>(a, how, x, end).run(begin);
+  };
+  if (x.count == 1) return with(std::integral_constant<int, 1>());
+  if (x.count == 3) return with(std::integral_constant<int, 3>());
+  return with(std::integral_constant<int, 2>());
 }
 
 }  // namespace

@@ -33,8 +33,7 @@ struct DigitsOfX {
   const float* given;           // with one digit: the scale of all rows of x; none: of each row its own
   int64_t steps;
   const int32_t* first_group;   // [steps]
-  const int32_t* group_of_lane; // [steps, lanes] counted from the step's first; none where each step is of one group,
-                                // with AVX2 each two steps
+  const int32_t* group_of_lane; // [steps, lanes] counted from the step's first; none where each step is of one group
   int8_t* digits;               // [steps, m, count, fields, 4 lanes], the highest digit first; words: [steps, m, words, 2, 2 lanes]
   int32_t* sums;                // [steps, m, lanes]: of each lane's numbers; times -offset where there are no zero points, as
                                 // floats where there are and two digits

@@ -60,7 +60,7 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
   const float unit = a.has_outer ? how.unit * a.outer : how.unit;
   const int64_t slices = (a.k + slice - 1) / slice, whole = a.k / columns, groups = (a.k + a.group - 1) / a.group;
   const int64_t stride = a.m * size;
-  const bool has_zeros = a.zero_point.data != nullptr;
+  const bool has_zeros = a.zero_point.data != nullptr, pairs = a.group >= a.k || a.group % (2 * columns) == 0;
   int64_t row[R];
   P planes[R];
   LastStep<bits> last[R];
@@ -70,9 +70,9 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
     planes[r] = P(a.packed + row[r] * a.packed_stride, a.k);
     if (whole < x.steps) last[r].copy(planes[r], whole, a.k);
   }
-  // The same place in the next tile, for the second-level cache: rows are short and several are read at once, which is more than
-  // a processor foresees, and the first level is full of digits.
-  const uintptr_t ahead = static_cast<uintptr_t>(R * a.packed_stride);
+  // What lies two tiles further on, in the order in which it lies, for the second-level cache: rows are short and several are read
+  // at once, which is more than a processor foresees, and the first level is full of digits.
+  const uintptr_t ahead = reinterpret_cast<uintptr_t>(a.packed) + (begin + 2 * R) * a.packed_stride;
   alignas(32) float scale[R][chunk / 4 + 16];
   alignas(32) float zero[R][chunk / 4 + 16];  // integers, where there are three digits
   int largest_zero = 0;
@@ -105,14 +105,12 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
         const auto of_group = [&](const float* all) {
           return in_groups ? _mm256_broadcast_ss(all + group) : _mm256_permutevar8x32_ps(_mm256_loadu_ps(all + group), of_lane);
         };
+        for (int64_t byte = 0; byte < R * P::bytes_of_step * steps; byte += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(ahead + s * R * P::bytes_of_step + byte), _MM_HINT_T1);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           __m256i bytes[steps * G];
-          for (int i = 0; i < steps; i++) {
-            for (int p = 0; p < P::count && (s + i) % 2 == 0; p++)  // a line is of two steps
-              _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(planes[r].at[p] + (s + i - behind) * P::bytes(p)) + ahead), _MM_HINT_T1);
-            codes.take(planes[r], s + i - behind, bytes + i * G);
-          }
+          for (int i = 0; i < steps; i++) codes.take(planes[r], s + i - behind, bytes + i * G);
           const __m256 scales = of_group(scale[r]);
 #pragma GCC unroll 4
           for (int m = 0; m < M; m++) {
@@ -134,7 +132,7 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
       };
       int64_t s = s0;
       if constexpr (in_pairs)
-        for (; s + 2 <= s1 && s + 2 <= whole; s += 2) take_steps(s, std::integral_constant<int, 2>());
+        for (; pairs && s + 2 <= s1 && s + 2 <= whole; s += 2) take_steps(s, std::integral_constant<int, 2>());
       for (; s < s1; s++) {
         if (s == whole) {
           behind = whole;

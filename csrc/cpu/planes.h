@@ -16,6 +16,7 @@ struct Planes {
   }
   static constexpr int fields = 8 / width(0);
   static constexpr int64_t bytes(int plane) { return size * width(plane) / width(0); }  // of a step
+  static constexpr int64_t bytes_of_step = size * bits / width(0);                      // in all planes
   const uint8_t* at[count];
   Planes() = default;
   Planes(const uint8_t* row, int64_t k) {

@@ -57,10 +57,23 @@ struct ByteScales {
   }
 };
 
+// count numbers, sixteen at a time, each sixteen of them from element i on as `at(i, mask)` gives them.
+template <class At>
+inline void fill(int64_t count, float* to, const At& at) {
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) _mm512_storeu_ps(to + i, at(i, static_cast<__mmask16>(~0u)));
+  if (i < count) _mm512_storeu_ps(to + i, at(i, static_cast<__mmask16>((1u << (count - i)) - 1)));
+}
+
 // Scales of a row times `unit` from group `first` on, and zero points with a minus; both may be written 31 further than count.
 inline void take_scales(const Linear& a, const ByteScales& of_byte, int64_t row, int64_t first, int64_t count, float unit, float* to) {
   const __m512 times = _mm512_set1_ps(unit);
   const int64_t at = row * a.scale.stride + first;
+  if (a.scale.stored == Stored::bfloat16)  // the usual ones, without a look at the others for every sixteen
+    return fill(count, to, [&](int64_t i, __mmask16 mask) {
+      const __m256i halves = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(a.scale.data) + at + i);
+      return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)), times);
+    });
   if (a.scale.stored == Stored::bytes && a.scale.table && of_byte.short_numbers) {
     for (int64_t i = 0; i < count; i += 32) {
       const __mmask32 mask = count - i < 32 ? (1u << (count - i)) - 1 : ~0u;
@@ -71,22 +84,19 @@ inline void take_scales(const Linear& a, const ByteScales& of_byte, int64_t row,
     }
     return;
   }
-  for (int64_t i = 0; i < count; i += 16) {
-    const __mmask16 mask = static_cast<__mmask16>(count - i < 16 ? (1u << (count - i)) - 1 : ~0u);
-    _mm512_storeu_ps(to + i, _mm512_mul_ps(numbers_at(a.scale, at + i, mask), times));
-  }
+  fill(count, to, [&](int64_t i, __mmask16 mask) { return _mm512_mul_ps(numbers_at(a.scale, at + i, mask), times); });
 }
 
+// The largest of the zero points.
 inline __m512i take_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
   __m512i most = _mm512_setzero_si512();
-  for (int64_t i = 0; i < count; i += 16) {
-    const __mmask16 mask = static_cast<__mmask16>(count - i < 16 ? (1u << (count - i)) - 1 : ~0u);
-    const uint8_t* at = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first + i;
-    const __m512i zeros = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, at));
+  const uint8_t* bytes = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
+  fill(count, to, [&](int64_t i, __mmask16 mask) {
+    const __m512i zeros = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, bytes + i));
     most = _mm512_max_epu32(most, zeros);
     const __m512i less = _mm512_sub_epi32(_mm512_setzero_si512(), zeros);
-    _mm512_storeu_ps(to + i, as_floats ? _mm512_cvtepi32_ps(less) : _mm512_castsi512_ps(less));
-  }
+    return as_floats ? _mm512_cvtepi32_ps(less) : _mm512_castsi512_ps(less);
+  });
   return most;
 }
 

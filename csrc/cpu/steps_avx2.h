@@ -47,12 +47,21 @@ struct Codes {
   __m256i flipped;
   __m256i table[tables ? tables : 1];
   __m256i twice;                // twice the offset: a byte and its mirror image
+  __m256i of_two[2];    // of three bits: where the upper bits of the even fields go to, and those of the odd ones
   __m256i above[F][2];  // what the bits of the narrower planes add to a code
   explicit Codes(const Bytewise& how) {
     flipped = every(how.flipped * (255 / ((1 << P::width(0)) - 1)));
     twice = every(2 * how.offset);
     for (int i = 0; i < tables; i++)
       table[i] = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(how.table + 16 * i)));
+    for (int odd = 0; odd < 2; odd++) {
+      alignas(16) uint8_t of[16];
+      for (int i = 0; i < 16; i++) {
+        const int spread = (i >> odd & 1) << 2 | (i >> odd & 4) << 4;
+        of[i] = static_cast<uint8_t>(how.flipped ? spread ^ 0x44 : spread);
+      }
+      of_two[odd] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(of)));
+    }
     for (int p = 1, low = P::width(0); p < P::count; low += P::width(p), p++)
       for (int f = 0; f < F; f++) {
         const int width = P::width(p), sign = p + 1 == P::count ? how.flipped : 0;
@@ -96,6 +105,17 @@ struct Codes {
     }
   }
 
+  // The upper bits of four codes, spread to two of them in a byte: one shift for two fields.
+  void take_three(__m256i lower, __m256i fours, __m256i* bytes) const {
+    const __m256i threes = every(7), twos = every(0x33);
+    const auto both = [&](__m256i low, __m256i spread) {
+      return _mm256_or_si256(_mm256_and_si256(low, twos), _mm256_shuffle_epi8(spread, fours));
+    };
+    const __m256i even = both(lower, of_two[0]), odd = both(_mm256_srli_epi16(lower, 2), of_two[1]);
+    bytes[0] = _mm256_and_si256(even, threes), bytes[2] = _mm256_and_si256(_mm256_srli_epi16(even, 4), threes);
+    bytes[1] = _mm256_and_si256(odd, threes), bytes[3] = _mm256_and_si256(_mm256_srli_epi16(odd, 4), threes);
+  }
+
   // The bytes of a step, field by field; of eight bits the even ones and the odd ones as words.
   void take(const P& planes, int64_t step, __m256i* bytes) const {
     __m256i widest = bytes32(planes.at[0] + step * P::bytes(0));
@@ -105,6 +125,7 @@ struct Codes {
       bytes[1] = _mm256_srli_epi16(widest, 8);
       return;
     }
+    if constexpr (bits == 3 && !tables) return take_three(widest, spread<16>(planes.at[1] + step * 16), bytes);
     __m256i narrower[2];
     if constexpr (P::count > 1) narrower[0] = spread<P::bytes(1)>(planes.at[1] + step * P::bytes(1));
     if constexpr (P::count > 2) narrower[1] = spread<P::bytes(2)>(planes.at[2] + step * P::bytes(2));
