@@ -120,10 +120,13 @@ def takes_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
     return plain and whole and dtype != torch.float32 and scheme.zero_point != "float"
 
 
+_ROWS_ENOUGH = 1024  # of a weight, from which on all share one compiled kernel: fewer would leave most processors idle
+
+
 def _wide(n: int, k: int) -> Block:
     quads = max(k // 32, 1)
     warps = 4 if quads >= 128 else 2 if quads >= 64 else 1
-    return {"ROWS": 4 if n >= 4096 else 2 if n >= 2048 else 1, "QUADS": 32 * warps, "num_warps": warps}
+    return {"ROWS": 8 if n >= _ROWS_ENOUGH else 1, "QUADS": 32 * warps, "num_warps": warps}
 
 
 def narrow(n: int, k: int) -> Block:
@@ -131,8 +134,7 @@ def narrow(n: int, k: int) -> Block:
     words = -(-k // 8)
     warps = 4 if words >= 128 else 2 if words >= 64 else 1
     wide = 2 if words >= 64 * warps else 1
-    rows = 4 if n >= 4096 else 2 if n >= 2048 else 1
-    return {"ROWS": rows, "WORDS": 32 * warps * wide, "num_warps": warps}
+    return {"ROWS": 4 if n >= _ROWS_ENOUGH else 1, "WORDS": 32 * warps * wide, "num_warps": warps}
 
 
 def _gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Block:

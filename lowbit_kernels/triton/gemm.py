@@ -159,19 +159,22 @@ def gemm(
     tl.store(y, total.to(y_ptr.dtype.element_ty), mask=n_mask[:, None] & m_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["SIZE", "M"])
+@triton.jit(do_not_specialize=["SIZE", "M", "PARTS"])
 def add_parts(
-    parts_ptr, bias_ptr, y_ptr, SIZE, M, N, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """y [experts, M, N], SIZE numbers in all, as the sum of PARTS, in their order, with the bias [experts, N]."""
+    parts_ptr, bias_ptr, y_ptr, SIZE, M, N, PARTS, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr, MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y [experts, M, N], SIZE numbers in all, as the sum of PARTS of at most MOST, in their order, with the bias [experts, N]."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
     total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(parts_ptr + part * SIZE.to(tl.int64) + at, mask=mask, other=0.0)
+    for part in tl.static_range(MOST):
+        total += tl.load(
+            parts_ptr + part * SIZE.to(tl.int64) + at, mask=mask & (tl.full([BLOCK], part, tl.int32) < PARTS), other=0.0
+        )
     if HAS_BIAS:
         total += tl.load(bias_ptr + at // (M.to(tl.int64) * N) * N + at % N, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-# ruff: noqa: N803 - compile-time constants of a kernel are written in capitals
+# ruff: noqa: N803, N806 - compile-time constants of a kernel are written in capitals
 """One row of x times codes of four bits, sixteen bytes a thread: exact numbers times x in float32."""
 
 from __future__ import annotations
@@ -76,38 +76,44 @@ def gemv_wide(
     KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr, EARLY: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
+    FULL: tl.constexpr, EARLY: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """ROWS numbers of ``y``: QUADS times four words of each row at a time. K, and GROUP if it is not 0 (one scale a row) or
-    16 (with no zero points), are multiples of 32; rows lie at multiples of 16 bytes."""
+    16 (with no zero points), are multiples of 32; rows lie at multiples of 16 bytes.
+
+    ``FULL``: K fills a block. The last one then ends with the row, and meets zeros where the one ahead of it has been: no load of
+    the weight is masked along K, and every such K has the same kernel.
+    """
+    NOTHING: tl.constexpr = None if FULL else 0
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n_mask = n < N
-    row = n.to(tl.int64)
+    row = tl.minimum(n, N - 1).to(tl.int64)  # beyond the last row the last one once more, so that no load asks which row it is
     rows = (packed_ptr + row * stride_packed).to(tl.pointer_type(tl.int32))
     at, each = tl.arange(0, QUADS), tl.arange(0, 4 * QUADS)
     nothing = magic - 0x4B000000
     column = tl.arange(0, 8)
     total = tl.zeros([ROWS, QUADS], tl.float32)
-    for first in range(0, K, 32 * QUADS):
-        quad = first // 32 + at
-        word = first // 8 + each
-        mask, mask_words = n_mask[:, None], n_mask[:, None]
-        if not EVEN:
-            mask, mask_words = mask & (quad * 32 < K)[None, :], mask & (word * 8 < K)[None, :]
-        words = _four(tl.load(rows[:, None] + word[None, :], mask=mask_words, other=0))
+    quads = K // 32
+    for begin in range(0, quads, QUADS):
+        first = tl.minimum(begin, quads - QUADS) if FULL else begin
+        quad = first + at
+        word = first * 4 + each
+        mask = None if FULL else (quad < quads)[None, :]
+        mask_words = None if FULL else (word < quads * 4)[None, :]
+        words = _four(tl.load(rows[:, None] + word[None, :], mask=mask_words, other=NOTHING))
         if GROUP > 0:
             group = (quad // (GROUP // 32) if GROUP >= 32 else quad * 2) + nothing
             group = tl.max_contiguous(group, QUADS)[None, :]  # not so, but it keeps the threads in a row
-            stored = tl.load(scale_ptr + row[:, None] * stride_scale + group, mask=mask, other=0)
+            stored = tl.load(scale_ptr + row[:, None] * stride_scale + group, mask=mask, other=NOTHING)
             if GROUP == 16:
-                stored_second = tl.load(scale_ptr + row[:, None] * stride_scale + group + 1, mask=mask, other=0)
+                stored_second = tl.load(scale_ptr + row[:, None] * stride_scale + group + 1, mask=mask, other=NOTHING)
         if ZERO == 1:
             if GROUP > 0:
-                zero = tl.load(zero_ptr + row[:, None] * stride_zero + group, mask=mask, other=0).to(tl.int32)
+                zero = tl.load(zero_ptr + row[:, None] * stride_zero + group, mask=mask, other=NOTHING).to(tl.int32)
             else:
-                zero = tl.load(zero_ptr + row * stride_zero, mask=n_mask, other=0).to(tl.int32)[:, None]
+                zero = tl.load(zero_ptr + row * stride_zero).to(tl.int32)[:, None]
         else:
             zero = tl.full([1, 1], FLIP, tl.int32)
         zeros = ((zero + magic).to(tl.float32, bitcast=True),)
@@ -118,10 +124,7 @@ def gemv_wide(
         part = tl.zeros([ROWS, QUADS], tl.float32)
         for t in tl.static_range(4):
             there_x = x_ptr + (quad * 32 + t * 8)[:, None] + column[None, :]
-            if EVEN:
-                x = tl.load(there_x)
-            else:
-                x = tl.load(there_x, mask=(quad * 32 < K)[:, None], other=0.0)
+            x = tl.load(there_x, mask=(quad >= begin if FULL else quad < quads)[:, None], other=0.0)
             xs = eight(x.to(tl.float32))
             if KIND == _INTEGERS:
                 scaled = (xs[0],)

@@ -61,7 +61,7 @@ def _gemv_wide(row: Tensor, weight: Parts, bias: Tensor | None, y: Tensor, n: in
     constants = {name: value for name, value in weight.constants.items() if name not in ("BITS", "SPECIAL", "ALIGNED")}
     gemv_wide[(-(-n // size["ROWS"]),)](
         row, *weight.pointers, row if bias is None else bias.contiguous(), weight.tables[1], y, n, k, 0x4B000000,
-        *weight.strides, **constants, HAS_BIAS=bias is not None, EVEN=k % (32 * size["QUADS"]) == 0,
+        *weight.strides, **constants, HAS_BIAS=bias is not None, FULL=k >= 32 * size["QUADS"],
         EARLY=starts_early(row.device), ON_CUDA=on_cuda(row.device), **size, **launch_options(row.device),
     )  # fmt: skip
 
@@ -146,8 +146,8 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
         )  # fmt: skip
         if parts > 1:
             add_parts[(-(-y.numel() // 1024),)](
-                out, shift, y, y.numel(), m, n,
-                HAS_BIAS=bias is not None, EARLY=early, PARTS=parts, BLOCK=1024, num_warps=4, **options,
+                out, shift, y, y.numel(), m, n, parts,
+                HAS_BIAS=bias is not None, EARLY=early, MOST=-(-parts // 8) * 8, BLOCK=1024, num_warps=4, **options,
             )  # fmt: skip
     return y
 
