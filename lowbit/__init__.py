@@ -21,6 +21,7 @@ _NAMES = {
     "lowbit.tensor": ("QTensor",),
     "lowbit.linear": ("QLinear",),
     "lowbit.fusion": ("fuse_",),
+    "lowbit.tokens": ("quantized_rms_norm",),
     "lowbit.embedding": ("QEmbedding",),
     "lowbit.target": ("Target",),
     "lowbit.recipe": ("Recipe", "Rule"),

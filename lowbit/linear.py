@@ -58,9 +58,14 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         return "linear" if self.activation is None else "quantized_linear"
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., in_features] to [..., out_features], in the dtype of ``x``, or of torch.autocast."""
+        """``x`` [..., in_features] to [..., out_features], in the dtype of ``x``, or of torch.autocast.
+
+        An ``x`` that is rounded to the layer's ``activation`` already is multiplied as it is.
+        """
         if (fused := self.fused) is not None:
             return fused.part(self._place, x)
+        if isinstance(x, QTensor):
+            return self._of_codes(x)
         if (transform := self._modules.get("transform")) is not None:
             x = transform(x)
         if not is_compiling() and not inlined.active() and (y := self._without_dispatcher(x)) is not None:
@@ -77,6 +82,19 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
             return torch.ops.lowbit.linear(x, *weight, self.bias, self.spelling, layout)
         return torch.ops.lowbit.quantized_linear(
             x, *weight, self.bias, self.spelling, layout, str(self.activation), self.input_scale
+        )
+
+    def _of_codes(self, x: QTensor) -> Tensor:
+        """The product of tokens that were rounded before."""
+        if x.spelling != str(self.activation) or self.transform is not None or self.input_scale is not None:
+            takes = f"activation {self.activation}" if x.spelling != str(self.activation) else "a fixed input_scale"
+            takes = "a transform ahead of it" if self.transform is not None else takes
+            raise ValueError(f"this layer has {takes}, and x is rounded to {x.spelling} already: give it x.dequantize()")
+        if x.shape[-1:] != (self._k,) or x.transposed:
+            raise ValueError(f"x must end in {self._k} features, got shape {tuple(x.shape)}")
+        x, weight = x.canonical(), (self.packed, self.scale, self.zero_point, self.outer)
+        return torch.ops.lowbit.codes_linear(
+            x.packed, x.scale, *weight, self.bias, self.spelling, self._held_layout, str(self.activation), self._k, x.dtype
         )
 
     def _without_dispatcher(self, x: Tensor) -> Tensor | None:

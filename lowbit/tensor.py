@@ -48,6 +48,7 @@ class QTensor(torch.Tensor):
     scale: Tensor
     zero_point: Tensor | None
     scheme: Scheme
+    spelling: str
     byte_layout: str
     transposed: bool
     _stored_shape: tuple[int, ...]
@@ -74,6 +75,7 @@ class QTensor(torch.Tensor):
         )
         self.packed, self.scale, self.zero_point, self._outer = packed, scale, zero_point, outer
         self.scheme, self.byte_layout, self.transposed, self._stored_shape = scheme, layout, transposed, tuple(shape)
+        self.spelling = str(scheme)  # which a compiler can look at
         self._shortcuts = Shortcuts()
         return self
 

@@ -349,3 +349,5 @@ def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 for _name in ("linear", "quantized_linear", "grouped_linear"):
     # quantized_linear: the rounding of x passes gradients as if it were the identity (straight through).
     torch.library.register_autograd(f"lowbit::{_name}", _backward_linear, setup_context=_setup_linear, lib=LIBRARY)
+
+from . import token_ops  # noqa: E402, F401 - more of them, which need what stands above

@@ -15,7 +15,16 @@ from lowbit.scheme import Scheme
 
 from .registry import Kernel, register
 
-__all__ = ["dequantize", "embedding", "grouped_linear", "linear", "quantize", "quantized_linear"]
+__all__ = [
+    "codes_linear",
+    "dequantize",
+    "embedding",
+    "grouped_linear",
+    "linear",
+    "quantize",
+    "quantized_linear",
+    "rms_norm_quantize",
+]
 
 
 def _row_chunks(rows: int, k: int, device: torch.device) -> Iterator[slice]:
@@ -111,6 +120,42 @@ def quantized_linear(
     return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
 
+def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, activation: Scheme) -> tuple[Tensor, Tensor]:
+    """RMSNorm of ``x`` [..., K], times ``weight`` [K], rounded to ``activation``: packed codes and scales [..., G]."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    k = x.shape[-1]
+    rows = x.reshape(-1, k).to(compute)
+    rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        rows = rows * weight.to(compute)
+    if not k:
+        empty = torch.empty(0, dtype=activation.scale_dtype, device=x.device)
+        return x.new_empty(x.shape, dtype=torch.uint8), empty.expand(*x.shape[:-1], 0)
+    scales = choose(rows, activation)
+    packed = pack_unchecked(to_codes(rows, activation, scales), activation.bits)
+    return packed.reshape(*x.shape[:-1], packed.shape[-1]), scales.scale.reshape(*x.shape[:-1], scales.scale.shape[-1])
+
+
+def codes_linear(
+    codes: Tensor,
+    x_scale: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+    scheme: Scheme,
+    activation: Scheme,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """:func:`quantized_linear` of tokens that are rounded already."""
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    rows = to_values(unpack(codes, activation.bits, k), activation, Scales(x_scale), compute)
+    weight = dequantize(packed, scale, zero_point, outer, scheme, k, compute)
+    return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(compute)).to(dtype)
+
+
 def grouped_linear(
     x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
 ) -> Tensor:
@@ -154,6 +199,8 @@ for _run, _contract in (
     (dequantize, "weights rounded once"),
     (linear, "weights rounded once"),
     (quantized_linear, "exact"),
+    (rms_norm_quantize, "round to nearest"),
+    (codes_linear, "exact"),
     (grouped_linear, "weights rounded once"),
     (embedding, "weights rounded once"),
 ):

@@ -55,7 +55,7 @@ class NoKernelError(RuntimeError):
 @dataclass(frozen=True)
 class Call:
     """What a kernel is chosen by. ``m``, ``n``, ``k``: rows of x, rows and columns of the weight. ``activation``: what x is
-    rounded to, in a quantized_linear. ``method``: how scales are chosen, in a quantize."""
+    rounded to, in a quantized_linear or a codes_linear. ``method``: how scales are chosen, in a quantize."""
 
     op: str
     device: str
@@ -318,7 +318,7 @@ def run(call: Call, *args: Any) -> Any:
             )
         ] += 1  # fmt: skip
     if kernel.layout is None and call.layout != "canonical":
-        at = 0 if call.op == "dequantize" else 1  # the weight's parts follow x or the indices
+        at = {"dequantize": 0, "codes_linear": 2}.get(call.op, 1)  # the weight's parts follow x, its codes, or the indices
         parts = LAYOUTS[call.layout].restore(Parts(*args[at : at + 3]), call.scheme, call.k)
         args = (*args[:at], *parts, *args[at + 3 :])
     return kernel.run(*args)

@@ -388,4 +388,5 @@ def test_quantize(run: Run, dtype: torch.dtype) -> None:
 
 def test_every_operator_with_a_row_is_tested() -> None:
     tested = {"linear", "grouped_linear", "quantized_linear", "dequantize", "embedding", "quantize"}
+    tested |= {"rms_norm_quantize", "codes_linear"}  # in test_tokens.py
     assert {row.op for row in kernels()} == tested

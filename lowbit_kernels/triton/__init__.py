@@ -3,6 +3,6 @@
 Importing this registers the rows and leaves Triton itself alone until one of them runs.
 """
 
-from . import activations, linear, quantization, rows
+from . import activations, linear, quantization, rows, tokens
 
-__all__ = ["activations", "linear", "quantization", "rows"]
+__all__ = ["activations", "linear", "quantization", "rows", "tokens"]

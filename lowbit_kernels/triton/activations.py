@@ -17,7 +17,7 @@ from .linear import ON_A_CPU, compiles
 from .operands import launch_options, on_device, starts_early
 from .quantization import round_rows
 
-__all__ = ["codes_product", "eights_linear"]
+__all__ = ["ROWS", "codes_product", "eights_linear"]
 
 _MOST_COLUMNS = (1 << 17) - 1  # sums of fewer products of int8 than 2**17 fit int32
 
@@ -75,24 +75,26 @@ def _interpreted(
     return eights_linear(x.float(), packed, scale.float(), zero, outer, wide, scheme, activation, input_scale).to(x.dtype)
 
 
-for _format in ("int8", "fp8_e4m3fn"):
-    _row = register(
-        Kernel(
-            f"triton_{_format}_{_format}",
-            "quantized_linear",
-            eights_linear,
-            "exact",
-            devices=frozenset({"cuda", "xpu"}),
-            formats=frozenset({_format}),
-            zero_points=frozenset({"none"}),
-            scales=ALL_PLAIN_SCALES,
-            groups=_the_row,
-            dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
-            m=(1, None),
-            available=compiles,
-            also=_refusal,
-            tiles=((16, 32, 256), (64, 64, 128), (128, 128, 128)),
-        )
+ROWS = tuple(
+    Kernel(
+        f"triton_{_format}_{_format}",
+        "quantized_linear",
+        eights_linear,
+        "exact",
+        devices=frozenset({"cuda", "xpu"}),
+        formats=frozenset({_format}),
+        zero_points=frozenset({"none"}),
+        scales=ALL_PLAIN_SCALES,
+        groups=_the_row,
+        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        m=(1, None),
+        available=compiles,
+        also=_refusal,
+        tiles=((16, 32, 256), (64, 64, 128), (128, 128, 128)),
     )
+    for _format in ("int8", "fp8_e4m3fn")
+)
+for _row in ROWS:
+    register(_row)
     _few: dict[str, Any] = {"m": (1, 17), "tiles": _row.tiles[:1]}
     register(dataclasses.replace(_row, name=f"{_row.name}_interpreted", run=_interpreted, **_few, **ON_A_CPU))

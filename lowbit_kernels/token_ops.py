@@ -1,0 +1,102 @@
+"""Operators on tokens that are rounded once and multiplied several times: their schemas, fakes and checks.
+
+Rounded tokens are ``codes`` [..., bytes] and scales [..., groups] under an activation scheme without zero points.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.packing import packed_size
+from lowbit.scheme import Scheme
+
+from .ops import LIBRARY, _check_weight, _like, _likes, call_for, own
+from .registry import run
+
+__all__: list[str] = []
+
+_WEIGHT = "Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer"
+LIBRARY.define("rms_norm_quantize(Tensor x, Tensor? weight, float eps, str activation) -> (Tensor, Tensor)")
+LIBRARY.define(
+    f"codes_linear(Tensor codes, Tensor x_scale, {_WEIGHT}, Tensor? bias, str scheme, str layout, str activation, SymInt k, "
+    "ScalarType dtype) -> Tensor"
+)
+
+
+def _activation(spelling: str) -> Scheme:
+    activation = Scheme.parse(spelling)
+    if activation.zero_point != "none" or activation.outer:
+        raise ValueError(f"tokens are rounded without zero points and outer scales here, got {activation}")
+    return activation
+
+
+def _rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, activation: str) -> tuple[Tensor, Tensor]:
+    how = _activation(activation)
+    if not x.dtype.is_floating_point or x.dtype.itemsize < 2 or x.dim() == 0:
+        raise ValueError(f"x must be a floating point tensor [..., K], got {x.dtype} {tuple(x.shape)}")
+    if weight is not None and (weight.shape != x.shape[-1:] or weight.device != x.device):
+        raise ValueError(f"the norm's weight must be [{x.shape[-1]}] on {x.device}, got {tuple(weight.shape)} on {weight.device}")
+    if not eps > 0:
+        raise ValueError(f"eps must be above 0, got {eps}: a token of zeros would have no norm")
+    call = call_for("rms_norm_quantize", how, "canonical", x.device, x.dtype, math.prod(x.shape[:-1]), 0, x.shape[-1])
+    return run(call, x, weight, eps, how)
+
+
+def _codes_linear(
+    codes: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None,
+    bias: Tensor | None, scheme: str, layout: str, activation: str, k: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    how, rounded = Scheme.parse(scheme), _activation(activation)
+    want = (*codes.shape[:-1], rounded.groups(k) if k else 0)
+    if codes.dtype != torch.uint8 or codes.dim() == 0 or codes.shape[-1] != packed_size(rounded.bits, k):
+        raise ValueError(f"tokens of {rounded} with K={k} have uint8 rows of {packed_size(rounded.bits, k)} bytes, "
+                         f"got {codes.dtype} {tuple(codes.shape)}")  # fmt: skip
+    if x_scale.dtype != rounded.scale_dtype or tuple(x_scale.shape) != want:
+        raise ValueError(f"scales of tokens of {rounded} must be {rounded.scale_dtype} {want}, got {_like(x_scale)}")
+    _check_weight(how, layout, k, _like(packed), _like(scale), *_likes(zero_point, outer))
+    if codes.device != packed.device or x_scale.device != packed.device:
+        raise ValueError(f"tokens are on {codes.device} and the weight on {packed.device}: move one of them")
+    if bias is not None and (tuple(bias.shape) != tuple(packed.shape[:-1]) or bias.dtype != dtype):
+        raise ValueError(f"bias must be {dtype} {tuple(packed.shape[:-1])}, got {_like(bias)}")
+    rows = math.prod(codes.shape[:-1])
+    call = call_for("codes_linear", how, layout, codes.device, dtype, rows, packed.shape[-2], k, rounded)
+    return own(run(call, codes, x_scale, packed, scale, zero_point, outer, bias, how, rounded, k, dtype))
+
+
+def _fake_rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, activation: str) -> tuple[Tensor, Tensor]:
+    how, lead, k = Scheme.parse(activation), x.shape[:-1], x.shape[-1]
+    codes = x.new_empty((*lead, packed_size(how.bits, k)), dtype=torch.uint8)
+    return codes, x.new_empty((*lead, how.groups(k) if k else 0), dtype=how.scale_dtype)
+
+
+def _fake_codes_linear(codes: Tensor, x_scale: Tensor, packed: Tensor, *rest: Any) -> Tensor:
+    return codes.new_empty((*codes.shape[:-1], packed.shape[-2]), dtype=rest[-1])
+
+
+for _name, _function, _fake in (
+    ("rms_norm_quantize", _rms_norm_quantize, _fake_rms_norm_quantize),
+    ("codes_linear", _codes_linear, _fake_codes_linear),
+):
+    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=LIBRARY)
+
+
+# ---- autograd: codes have no gradient, so that it reaches the bias alone --------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.scales = [i for i in (1, 3, 5) if inputs[i] is not None]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if any(ctx.needs_input_grad[i] for i in ctx.scales):
+        raise RuntimeError("rounded tokens and the scales of a quantized weight have no gradient: give x in floats")
+    bias = grad.sum_to_size(grad.shape[-1:]) if ctx.needs_input_grad[6] else None
+    return (*([None] * 6), bias, *([None] * (len(ctx.needs_input_grad) - 7)))
+
+
+torch.library.register_autograd("lowbit::codes_linear", _backward, setup_context=_setup, lib=LIBRARY)
