@@ -41,8 +41,8 @@ RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.pickling",
-            "lowbit.weight", "lowbit.linear", "lowbit.fusion", "lowbit.tokens", "lowbit.embedding", "lowbit.layers", "lowbit.calibration",
-            "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
+            "lowbit.weight", "lowbit.linear", "lowbit.fusion", "lowbit.tokens", "lowbit.embedding", "lowbit.layers",
+            "lowbit.calibration", "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
             "lowbit.mixing", "lowbit.mixing.*", "lowbit.diagnosis", "lowbit.diagnosis.*",
             "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api", "lowbit.methods",
             "lowbit.rewrite", "lowbit.rewrites", "lowbit.rewrites.*",
