@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit_kernels import registry
+from lowbit_kernels import epilogues, registry
 from lowbit_kernels.ops import call_for
 
 from .embedding import QEmbedding
@@ -268,23 +268,29 @@ def _entry(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which kernel takes a call (``kernel``), and a line for every row of the registry: (name, why it refused or None)."""
+    """Which kernel takes a call (``kernel``), and a line for every row of the registry: (name, why it refused or None).
+    ``ended``: the epilogue, and where it is applied."""
 
     call: registry.Call
     kernel: str
     rows: tuple[tuple[str, str | None], ...]
+    ended: str = "none"
 
     def __str__(self) -> str:
         call = self.call
         dtype = str(call.dtype).removeprefix("torch.")
         head = f"{call.op}, {call.scheme}, {dtype} on {call.device}, M={call.m} N={call.n} K={call.k}"
         head += "" if call.layout == "canonical" else f", from {call.layout}"
+        head += "" if self.ended == "none" else f", {self.ended}"
         lines = [f"  {name}: {why or ('runs' if name == self.kernel else 'would take it')}" for name, why in self.rows]
         return "\n".join([f"{head}: {self.kernel}", *lines])
 
 
-def explain(layer: QLinear | QEmbedding | QTensor, m: int = 1, dtype: torch.dtype | None = None) -> Explanation:
-    """Which kernel runs a quantized layer (or weight) for ``m`` rows of x, or ``m`` indices, and why each other does not."""
+def explain(
+    layer: QLinear | QEmbedding | QTensor, m: int = 1, dtype: torch.dtype | None = None, epilogue: str = "none"
+) -> Explanation:
+    """Which kernel runs a quantized layer (or weight) for ``m`` rows of x, or ``m`` indices, and why each other does not.
+    ``epilogue``: the function that a product is asked to end in."""
     if not isinstance(layer, QLinear | QEmbedding | QTensor):
         got = type(layer).__name__
         remedy = "quantize_ the model first, then give one of its layers" if isinstance(layer, nn.Module) else "give a layer"
@@ -299,5 +305,8 @@ def explain(layer: QLinear | QEmbedding | QTensor, m: int = 1, dtype: torch.dtyp
     if activation is not None:
         op = "quantized_linear"
     n, k = weight.shape[-2:]
-    call = call_for(op, weight.scheme, weight.byte_layout, weight.device, dtype or weight.dtype, m, n, k, activation)
-    return Explanation(call, registry.select(call).name, tuple(registry.explain(call)))
+    what = (op, weight.scheme, weight.byte_layout, weight.device, dtype or weight.dtype, m, n, k, activation)
+    epilogues.epilogue(epilogue)  # raises where there is none
+    call = call_for(*what, epilogue=epilogue)
+    kernel = registry.select(call)
+    return Explanation(call, kernel.name, tuple(registry.explain(call)), registry.ended(kernel, epilogue))

@@ -18,16 +18,19 @@ from lowbit.packing import packed_size
 from lowbit.scales import METHODS
 from lowbit.scheme import Scheme
 
+from . import epilogues
 from .layouts import LAYOUTS
 from .registry import Call, run
 
 __all__: list[str] = []
 
 _WEIGHT = "Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer"
+_LAST = 'str epilogue="none"'  # a name of :mod:`.epilogues`
 _SCHEMAS = (
-    f"linear(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout) -> Tensor",
-    f"quantized_linear(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, str activation, Tensor? input_scale) -> Tensor",
-    f"grouped_linear(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout) -> Tensor",
+    f"linear(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, {_LAST}) -> Tensor",
+    f"quantized_linear(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, str activation, Tensor? input_scale, "
+    f"{_LAST}) -> Tensor",
+    f"grouped_linear(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, {_LAST}) -> Tensor",
     f"embedding(Tensor indices, {_WEIGHT}, str scheme, str layout, SymInt k, ScalarType dtype) -> Tensor",
     f"dequantize({_WEIGHT}, str scheme, str layout, SymInt k, ScalarType dtype) -> Tensor",
     "quantize(Tensor w, str scheme, str method) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -57,9 +60,10 @@ def call_for(
     k: int,
     activation: Scheme | None = None,
     method: str | None = None,
+    epilogue: str = "none",
 ) -> Call:
     """The :class:`Call` that a kernel is selected by; ``dtype`` is that of x, or of the result where there is no x."""
-    return Call(op, device.type, _arch(device), layout, scheme, dtype, m, n, k, activation, method)
+    return Call(op, device.type, _arch(device), layout, scheme, dtype, m, n, k, activation, method, epilogue)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------
@@ -136,6 +140,7 @@ def _product(
     outer: _Like | None,
     bias: _Like | None,
     activation: str | None = None,
+    epilogue: str = "none",
 ) -> tuple[Scheme, Call]:
     """The scheme and the :class:`Call` of a product of x [..., K] and a weight [..., N, K] that fit each other."""
     how = Scheme.parse(scheme)
@@ -143,7 +148,9 @@ def _product(
     _check_weight(how, layout, x.shape[-1], packed, scale, zero_point, outer)
     rows = x.shape[1:-1] if op == "grouped_linear" else x.shape[:-1]
     rounded = None if activation is None else Scheme.parse(activation)
-    return how, call_for(op, how, layout, x.device, x.dtype, math.prod(rows), packed.shape[-2], x.shape[-1], rounded)
+    epilogues.epilogue(epilogue)
+    size = math.prod(rows), packed.shape[-2], x.shape[-1]
+    return how, call_for(op, how, layout, x.device, x.dtype, *size, rounded, epilogue=epilogue)
 
 
 def product_call(
@@ -180,8 +187,10 @@ def _linear(
     bias: Tensor | None,
     scheme: str,
     layout: str,
+    epilogue: str = "none",
 ) -> Tensor:
-    how, call = _product("linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias))
+    rest = _likes(zero_point, outer, bias)
+    how, call = _product("linear", scheme, layout, _like(x), _like(packed), _like(scale), *rest, None, epilogue)
     return own(run(call, x, packed, scale, zero_point, outer, bias, how))
 
 
@@ -196,10 +205,10 @@ def _quantized_linear(
     layout: str,
     activation: str,
     input_scale: Tensor | None,
+    epilogue: str = "none",
 ) -> Tensor:
-    how, call = _product(
-        "quantized_linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias), activation
-    )
+    rest = _likes(zero_point, outer, bias)
+    how, call = _product("quantized_linear", scheme, layout, _like(x), _like(packed), _like(scale), *rest, activation, epilogue)
     return own(run(call, x, packed, scale, zero_point, outer, bias, how, call.activation, input_scale))
 
 
@@ -212,12 +221,12 @@ def _grouped_linear(
     bias: Tensor | None,
     scheme: str,
     layout: str,
+    epilogue: str = "none",
 ) -> Tensor:
     if x.dim() != 3 or packed.dim() != 3 or x.shape[0] != packed.shape[0]:
         raise ValueError(f"x must be [E, M, K] and the weight [E, N, K], got {tuple(x.shape)} and {tuple(packed.shape)}")
-    how, call = _product(
-        "grouped_linear", scheme, layout, _like(x), _like(packed), _like(scale), *_likes(zero_point, outer, bias)
-    )
+    rest = _likes(zero_point, outer, bias)
+    how, call = _product("grouped_linear", scheme, layout, _like(x), _like(packed), _like(scale), *rest, None, epilogue)
     return own(run(call, x, packed, scale, zero_point, outer, bias, how))
 
 
@@ -328,26 +337,33 @@ for _name, _fake in (
 
 
 def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, packed, scale, zero_point, outer, _bias, scheme, layout = inputs[:8]
-    ctx.save_for_backward(packed, scale, zero_point, outer)
+    x, packed, scale, zero_point, outer, bias, scheme, layout, *activation, epilogue = inputs
+    again = [] if epilogue == "none" else [x, bias, *activation[1:]]  # what y is made of before the epilogue
+    ctx.save_for_backward(packed, scale, zero_point, outer, *again)
     ctx.scheme, ctx.layout, ctx.k, ctx.dtype = scheme, layout, x.shape[-1], x.dtype
+    ctx.activation, ctx.epilogue = activation[:1], epilogue
 
 
-def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_linear(product: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if any(ctx.needs_input_grad[1:5]):
         raise RuntimeError("the scales of a quantized weight have no gradient: call requires_grad_(False) on them")
+    weight, again = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    if again:
+        y = product(again[0], *weight, again[1], ctx.scheme, ctx.layout, *ctx.activation, *again[2:])
+        grad = epilogues.epilogue(ctx.epilogue).backward(grad, y)
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        weight = torch.ops.lowbit.dequantize(*ctx.saved_tensors, ctx.scheme, ctx.layout, ctx.k, ctx.dtype)
-        grad_x = grad @ weight
+        dense = torch.ops.lowbit.dequantize(*weight, ctx.scheme, ctx.layout, ctx.k, ctx.dtype)
+        grad_x = grad @ dense
     if ctx.needs_input_grad[5]:  # [N], or [E, N] where x is [E, M, K]
-        experts = ctx.saved_tensors[0].dim() > 2
+        experts = weight[0].dim() > 2
         grad_bias = grad.sum(-2) if experts else grad.sum_to_size(grad.shape[-1:])
     return (grad_x, None, None, None, None, grad_bias, *([None] * (len(ctx.needs_input_grad) - 6)))
 
 
 for _name in ("linear", "quantized_linear", "grouped_linear"):
     # quantized_linear: the rounding of x passes gradients as if it were the identity (straight through).
-    torch.library.register_autograd(f"lowbit::{_name}", _backward_linear, setup_context=_setup_linear, lib=LIBRARY)
+    _backward = functools.partial(_backward_linear, getattr(torch.ops.lowbit, _name))
+    torch.library.register_autograd(f"lowbit::{_name}", _backward, setup_context=_setup_linear, lib=LIBRARY)
 
 from . import token_ops  # noqa: E402, F401 - more of them, which need what stands above

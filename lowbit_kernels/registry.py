@@ -16,6 +16,7 @@ import torch
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from . import crossovers
+from .epilogues import epilogue
 from .layouts import LAYOUTS, Parts
 
 __all__ = [
@@ -55,7 +56,8 @@ class NoKernelError(RuntimeError):
 @dataclass(frozen=True)
 class Call:
     """What a kernel is chosen by. ``m``, ``n``, ``k``: rows of x, rows and columns of the weight. ``activation``: what x is
-    rounded to, in a quantized_linear or a codes_linear. ``method``: how scales are chosen, in a quantize."""
+    rounded to, in a quantized_linear or a codes_linear. ``method``: how scales are chosen, in a quantize. ``epilogue``: the
+    function that a product ends in, which no row refuses."""
 
     op: str
     device: str
@@ -68,6 +70,7 @@ class Call:
     k: int
     activation: Scheme | None = None
     method: str | None = None
+    epilogue: str = "none"
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Kernel:
     names and the kernel refuses.
     ``quicker``: the row that is faster for a call, where it takes it too; ``select`` names that one.
     ``on_request``: taken only where :func:`strict` names it (an interpreter, say, is right but slow).
+    ``epilogues``: the functions at the end of a product that its ``run`` takes as ``epilogue``; others are applied to its result.
     ``tiles``: (M, N, K) of the blocks it works in, whose edges tests probe.
     ``layout`` None: reads canonical bytes, and takes a weight in any layout, whose bytes are restored for each call.
     """
@@ -104,6 +108,7 @@ class Kernel:
     also: Callable[[Call], str | None] = lambda call: None
     quicker: Callable[[Call], str | None] = lambda call: None
     on_request: bool = False
+    epilogues: frozenset[str] = frozenset({"none"})
     tiles: tuple[tuple[int, int, int], ...] = ()
 
     def refusal(self, call: Call) -> str | None:
@@ -265,6 +270,7 @@ class Receipt(NamedTuple):
     n: int
     k: int
     layout: str = "canonical"
+    epilogue: str = "none"  # followed by where it was applied
 
 
 class Trace:
@@ -286,7 +292,7 @@ class Trace:
         rows = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
         return "\n".join(
             f"{count:6d} x {r.op} by {r.kernel} ({r.contract}), {r.scheme}, {r.dtype} on {r.device}, M={r.m} N={r.n} K={r.k}"
-            f"{'' if r.layout == 'canonical' else ', from ' + r.layout}"
+            f"{'' if r.layout == 'canonical' else ', from ' + r.layout}{'' if r.epilogue == 'none' else ', ' + r.epilogue}"
             for r, count in rows
         )
 
@@ -315,10 +321,20 @@ def run(call: Call, *args: Any) -> Any:
                 call.op, kernel.name, kernel.contract, str(call.scheme),
                 str(call.dtype).removeprefix("torch."), call.device, call.m, call.n, call.k,
                 call.layout + " restored to canonical" if kernel.layout is None and call.layout != "canonical" else call.layout,
+                ended(kernel, call.epilogue),
             )
         ] += 1  # fmt: skip
     if kernel.layout is None and call.layout != "canonical":
         at = {"dequantize": 0, "codes_linear": 2}.get(call.op, 1)  # the weight's parts follow x, its codes, or the indices
         parts = LAYOUTS[call.layout].restore(Parts(*args[at : at + 3]), call.scheme, call.k)
         args = (*args[:at], *parts, *args[at + 3 :])
-    return kernel.run(*args)
+    if call.epilogue == "none":
+        return kernel.run(*args)
+    if call.epilogue in kernel.epilogues:
+        return kernel.run(*args, epilogue=call.epilogue)
+    return epilogue(call.epilogue).run(kernel.run(*args))
+
+
+def ended(kernel: Kernel, name: str) -> str:
+    """Where the function ``name`` is applied to what ``kernel`` multiplies, in words."""
+    return name if name == "none" else f"{name} {'within' if name in kernel.epilogues else 'on its result'}"

@@ -36,14 +36,22 @@ codes as they are stored, are exact, and a scale a row of x and of w moves no ex
 |d| <= u_x, or in the subnormal range half of its smallest number. PyTorch adds the bias of some shapes after it has
 rounded the product, which rounds |y - b| once more. And its bf16 product on a CPU with AVX512_BF16 takes every subnormal
 x, w, product and sum for zero, so that each of them may lose 2**-126.
+
+**An epilogue** f(y) has |f'| <= 1.13 (GELU; SiLU 1.1), so an error of y grows by no more. On top of that comes its own, at
+u = 2**-24. exp(-|v|) is 2**(-|v| log2 e): the product and its constant are off by 1.5 |v| u, the instruction by 2**-22 at most,
+so e by (2 |v| + 8) u with what is below 2**-126 lost; the sigmoid's sum, division (2**-22) and the product with y make it
+(2 |v| + 16) u for SiLU. In GELU's cubic v passes six roundings, so (8 |v| + 16) u; torch writes it with tanh, and with erf there
+is a sum with 1 too: both cost up to 8 u |y|. Where a row does not take it, torch applies it to the y that was rounded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-__all__ = ["linear_bound", "weight_bound"]
+__all__ = ["EPILOGUES", "linear_bound", "weight_bound"]
 
 _FP32 = 2.0**-23
 
@@ -81,8 +89,30 @@ def _lost_in_fp8_sums(x: Tensor, w: Tensor) -> Tensor:
     return lost
 
 
-def linear_bound(contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest allowed |error| of each element of ``y`` [..., N], the exact result for ``x`` [..., K] and ``w`` [N, K].
+EPILOGUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
+}
+
+
+def _lost_in_epilogue(name: str, y: Tensor) -> Tensor:
+    if name in ("none", "relu"):
+        return torch.zeros_like(y)
+    v = y.abs() if name != "gelu_tanh" else 1.6 * (y.abs() + 0.044715 * y.abs() ** 3)
+    times = {"silu": 2, "gelu": 0, "gelu_tanh": 8}[name]
+    lost = (times * v + 16) * 2.0**-24 * EPILOGUES[name](y).abs() + 2.0**-126 * y.abs()
+    return lost if name == "silu" else lost + 8 * 2.0**-24 * y.abs()
+
+
+def linear_bound(
+    contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, dtype: torch.dtype, epilogue: str = "none",
+    within: bool = True,
+) -> Tensor:  # fmt: skip
+    """The largest allowed |error| of each element of ``y`` [..., N], the exact result for ``x`` [..., K] and ``w`` [N, K]; of its
+    ``epilogue``, which the kernel applied itself, or to what it had rounded (not ``within``).
 
     ``x``, ``w``, ``bias`` and ``y`` are float64, ``dtype`` is what the kernel took and gave.
     """
@@ -106,6 +136,10 @@ def linear_bound(contract: str, x: Tensor, w: Tensor, bias: Tensor | None, y: Te
             error = error + _unit(dtype) * ((y - shift).abs() + error) + _least(dtype)
     else:
         raise ValueError(f"no bound is known for the contract {contract!r}")
+    if not within:
+        error = error + _unit(dtype) * (y.abs() + error) + _least(dtype)
+    if epilogue != "none":
+        y, error = EPILOGUES[epilogue](y), 1.13 * error + _lost_in_epilogue(epilogue, y)
     return error + _unit(dtype) * (y.abs() + error) + _least(dtype)
 
 

@@ -184,7 +184,7 @@ def test_trace_counts_what_ran() -> None:
     assert sum(inner.counts.values()) == 4
     assert sum(outer.kernels()[name] for name in ("reference_quantize", "cpu_quantize")) == 3
     receipt = next(r for r in outer.counts if r.op == "linear" and r.m == 0)
-    assert receipt[1:] == ("reference_linear", "weights rounded once", str(INT4), "float32", "cpu", 0, 8, 64, "canonical")
+    assert receipt[1:] == ("reference_linear", "weights rounded once", str(INT4), "float32", "cpu", 0, 8, 64, "canonical", "none")
     assert "1 x linear by reference_linear (weights rounded once), uint4:g32:zint:bf16, float32 on cpu, M=0 N=8 K=64" in str(
         outer
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit.scheme import Scheme
 
+from ..epilogues import EPILOGUES
 from ..registry import ALL_PLAIN_SCALES, Call, Kernel, register
 from .blocks import block
 from .decodings import FLOATS, decoding
@@ -24,15 +25,18 @@ _MOST_COLUMNS = (1 << 17) - 1  # sums of fewer products of int8 than 2**17 fit i
 
 def eights_linear(
     x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None,
-    scheme: Scheme, activation: Scheme, input_scale: Tensor | None,
+    scheme: Scheme, activation: Scheme, input_scale: Tensor | None, epilogue: str = "none",
 ) -> Tensor:  # fmt: skip
-    """``x @ W.T + bias`` with ``x`` rounded to the format of the weight; a scale a token, or ``input_scale`` for all."""
+    """``x @ W.T + bias`` with ``x`` rounded to the format of the weight; a scale a token, or ``input_scale`` for all. After the
+    function ``epilogue``."""
     codes, scales = round_rows(x.reshape(-1, x.shape[-1]), activation, input_scale)
-    return codes_product(codes, scales, packed, scale, bias, scheme, x.dtype).reshape(*x.shape[:-1], packed.shape[0])
+    y = codes_product(codes, scales, packed, scale, bias, scheme, x.dtype, epilogue)
+    return y.reshape(*x.shape[:-1], packed.shape[0])
 
 
 def codes_product(
-    codes: Tensor, scales: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+    codes: Tensor, scales: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype,
+    epilogue: str = "none",
 ) -> Tensor:  # fmt: skip
     """``(codes * scales) @ W.T + bias``: ``codes`` [M, K] of the format of the weight, ``scales`` [M], or [1] for all tokens."""
     from .eights import eights
@@ -49,7 +53,7 @@ def codes_product(
             codes, scales, packed, scale, y if bias is None else bias.contiguous(), y, m, n, k,
             codes.stride(0), packed.stride(0), scale.stride(0),
             IS_FLOAT=how.kind == FLOATS, MANTISSA=how.mantissa, SPECIAL=how.special, FACTOR=how.factor,
-            HAS_BIAS=bias is not None, ONE_SCALE=scales.numel() == 1, EVEN=k % config["BLOCK_K"] == 0,
+            HAS_BIAS=bias is not None, EPILOGUE=epilogue, ONE_SCALE=scales.numel() == 1, EVEN=k % config["BLOCK_K"] == 0,
             EARLY=starts_early(codes.device), **config, **launch_options(codes.device),
         )  # fmt: skip
     return y
@@ -68,11 +72,12 @@ def _the_row(size: int) -> str | None:
 
 def _interpreted(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None,
-    scheme: Scheme, activation: Scheme, input_scale: Tensor | None,
+    scheme: Scheme, activation: Scheme, input_scale: Tensor | None, **more: str,
 ) -> Tensor:  # fmt: skip
     """:func:`eights_linear` in the interpreter, where bfloat16 is widened, which is exact, and the result rounded by torch."""
     wide = None if bias is None else bias.float()
-    return eights_linear(x.float(), packed, scale.float(), zero, outer, wide, scheme, activation, input_scale).to(x.dtype)
+    y = eights_linear(x.float(), packed, scale.float(), zero, outer, wide, scheme, activation, input_scale, **more)
+    return y.to(x.dtype)
 
 
 ROWS = tuple(
@@ -90,6 +95,7 @@ ROWS = tuple(
         m=(1, None),
         available=compiles,
         also=_refusal,
+        epilogues=frozenset(EPILOGUES),
         tiles=((16, 32, 256), (64, 64, 128), (128, 128, 128)),
     )
     for _format in ("int8", "fp8_e4m3fn")

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .codes import _FLOATS
+from .ends import finish
 from .halves import as_float_bits
 
 
@@ -26,7 +27,7 @@ def _operand(codes, IS_FLOAT: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL: tl.
 def eights(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, M, N, K, stride_x, stride_w, stride_scale,
     IS_FLOAT: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL: tl.constexpr, FACTOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_M, BLOCK_N] of ``y`` [M, N]: sums of integers are exact, those of floats in float32."""
@@ -60,7 +61,5 @@ def eights(
     x_scale = tl.where(tl.abs(x_scale) < float("inf"), x_scale, float("nan"))
     y = total.to(tl.float32) * x_scale[:, None]
     y *= tl.load(w_scale_ptr + n.to(tl.int64) * stride_scale, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-    there = y_ptr + wide_m[:, None] * N + n[None, :]
-    tl.store(there, y.to(y_ptr.dtype.element_ty), mask=m_mask[:, None] & n_mask[None, :])
+    there, mask = y_ptr + wide_m[:, None] * N + n[None, :], m_mask[:, None] & n_mask[None, :]
+    finish(y, (bias_ptr + n)[None, :], n_mask[None, :], there, mask, HAS_BIAS, EPILOGUE)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .ahead import bring
 from .codes import _INTEGERS, field, load_groups, load_stored, load_words, numbers, of_words, scale_of
+from .ends import finish
 from .halves import as_float_bits, words_as_floats
 
 
@@ -47,7 +48,8 @@ def gemm(
     BITS: tl.constexpr, KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL: tl.constexpr,
     FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
-    GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, HOW: tl.constexpr,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
+    HOW: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -153,28 +155,25 @@ def gemm(
         total *= scale_of(next_scale[0], scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
     if HAS_OUTER:
         total *= tl.load(outer_ptr + expert)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + row, mask=n_mask, other=0.0).to(tl.float32)[:, None]
     y = y_ptr + (tl.program_id(1) * M_ALL.to(tl.int64) + wide_m)[None, :] * N + n[:, None]
-    tl.store(y, total.to(y_ptr.dtype.element_ty), mask=n_mask[:, None] & m_mask[None, :])
+    mask = n_mask[:, None] & m_mask[None, :]
+    finish(total, (bias_ptr + row)[:, None], n_mask[:, None], y, mask, HAS_BIAS, EPILOGUE)
 
 
-@triton.jit(do_not_specialize=["SIZE", "M", "PARTS"])
+@triton.jit(do_not_specialize=["SIZE", "M"])
 def add_parts(
-    parts_ptr, bias_ptr, y_ptr, SIZE, M, N, PARTS, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    parts_ptr, bias_ptr, y_ptr, SIZE, M, N,
+    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y [experts, M, N], SIZE numbers in all, as the sum of PARTS of at most MOST, in their order, with the bias [experts, N]."""
+    """y [experts, M, N], SIZE numbers in all, as the sum of PARTS, in their order, and what ends every product,
+    with a bias [experts, N]."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
     total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(MOST):
-        total += tl.load(
-            parts_ptr + part * SIZE.to(tl.int64) + at, mask=mask & (tl.full([BLOCK], part, tl.int32) < PARTS), other=0.0
-        )
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + at // (M.to(tl.int64) * N) * N + at % N, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=mask)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + part * SIZE.to(tl.int64) + at, mask=mask, other=0.0)
+    bias = bias_ptr + at // (M.to(tl.int64) * N) * N + at % N
+    finish(total, bias, mask, y_ptr + at, mask, HAS_BIAS, EPILOGUE)

@@ -8,24 +8,23 @@ import triton
 import triton.language as tl
 
 from .codes import _FLOATS, _INTEGERS, eight, field, halves, load_words, numbers, scale_of
+from .ends import finish
 
 
 @triton.jit
 def store_sums(
     y, scale_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr, n, n_mask, stride_scale,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
-    GROUP: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``n`` of ``y``, rounded once: their sums times the scale of the row, if its groups had none, and of the tensor, and
-    the bias."""
+    """Rows ``n`` of ``y``: their sums times the scale of the row, if its groups had none, and of the tensor, and what ends every
+    product."""
     if GROUP == 0:
         stored = tl.load(scale_ptr + n.to(tl.int64) * stride_scale, mask=n_mask, other=0)
         y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
     if HAS_OUTER:
         y *= tl.load(outer_ptr)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n_mask)
+    finish(y, bias_ptr + n, n_mask, y_ptr + n, n_mask, HAS_BIAS, EPILOGUE)
 
 
 @triton.jit
@@ -42,7 +41,7 @@ def gemv(
     BITS: tl.constexpr, KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr,
     SPECIAL: tl.constexpr, FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
-    GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -126,5 +125,5 @@ def gemv(
         total += part
     store_sums(
         tl.sum(total, axis=1), scale_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr, n, n_mask, stride_scale,
-        SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR, GROUP, HAS_OUTER, HAS_BIAS,
+        SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR, GROUP, HAS_OUTER, HAS_BIAS, EPILOGUE,
     )  # fmt: skip

@@ -75,7 +75,7 @@ def gemv_wide(
     N, K, magic, stride_packed, stride_scale, stride_zero,
     KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
-    GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
     FULL: tl.constexpr, EARLY: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """ROWS numbers of ``y``: QUADS times four words of each row at a time. K, and GROUP if it is not 0 (one scale a row) or
@@ -147,5 +147,5 @@ def gemv_wide(
         y *= FACTOR / 5192296858534827628530496329220096.0  # 2**112: the exponent's bias is 15, and not 127
     store_sums(
         y, scale_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr, n, n_mask, stride_scale,
-        SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR, GROUP, HAS_OUTER, HAS_BIAS,
+        SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR, GROUP, HAS_OUTER, HAS_BIAS, EPILOGUE,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowbit.formats import FORMATS, format_named
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
+from ..epilogues import EPILOGUES
 from ..registry import Call, Kernel, register
 from .blocks import block, narrow, takes_wide
 from .decodings import FLOATS, INTEGERS, POWERS, decoding
@@ -26,42 +27,47 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
 def gemv_linear(
-    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
-) -> Tensor:
-    """``x @ W.T + bias`` for one row of ``x`` [..., K] and a canonical weight [N, K]."""
+    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None,
+    scheme: Scheme, epilogue: str = "none",
+) -> Tensor:  # fmt: skip
+    """``x @ W.T + bias`` for one row of ``x`` [..., K] and a canonical weight [N, K], after the function ``epilogue``."""
     *lead, k = x.shape
     n = packed.shape[0]
     y = torch.empty(n, dtype=x.dtype, device=x.device)
     if not k or not n:
-        return (y.zero_() if bias is None else y.copy_(bias)).reshape(*lead, n)
+        return EPILOGUES[epilogue].run(y.zero_() if bias is None else y.copy_(bias)).reshape(*lead, n)
     row = x.reshape(k)
     weight = Parts(packed, scale, zero_point, outer, scheme, k)
     size = block("gemv", x.device, scheme, x.dtype, 1, n, k)
     if "QUADS" in size and not (takes_wide(scheme, x.dtype, k) and row.stride(0) == 1 and weight.on_sixteen_bytes):
         size = narrow(n, k)
     with on_device(x.device):
-        (_gemv_wide if "QUADS" in size else _gemv)(row, weight, bias, y, n, k, dict(size))
+        (_gemv_wide if "QUADS" in size else _gemv)(row, weight, bias, y, n, k, dict(size), epilogue)
     return y.reshape(*lead, n)
 
 
-def _gemv(row: Tensor, weight: Parts, bias: Tensor | None, y: Tensor, n: int, k: int, size: dict[str, int]) -> None:
+def _gemv(
+    row: Tensor, weight: Parts, bias: Tensor | None, y: Tensor, n: int, k: int, size: dict[str, int], epilogue: str
+) -> None:
     from .gemv import gemv
 
     gemv[(-(-n // size["ROWS"]),)](
         row, *weight.pointers, row if bias is None else bias.contiguous(), *weight.tables, y, n, k, 0, row.stride(0),
-        *weight.strides, **weight.constants, HAS_BIAS=bias is not None,
+        *weight.strides, **weight.constants, HAS_BIAS=bias is not None, EPILOGUE=epilogue,
         EVEN=weight.constants["ALIGNED"] and k % (8 * size["WORDS"]) == 0,
         EARLY=starts_early(row.device), ASM=assembly_for_bytes(weight.scheme, row.device), **size, **launch_options(row.device),
     )  # fmt: skip
 
 
-def _gemv_wide(row: Tensor, weight: Parts, bias: Tensor | None, y: Tensor, n: int, k: int, size: dict[str, int]) -> None:
+def _gemv_wide(
+    row: Tensor, weight: Parts, bias: Tensor | None, y: Tensor, n: int, k: int, size: dict[str, int], epilogue: str
+) -> None:
     from .gemv_wide import gemv_wide
 
     constants = {name: value for name, value in weight.constants.items() if name not in ("BITS", "SPECIAL", "ALIGNED")}
     gemv_wide[(-(-n // size["ROWS"]),)](
         row, *weight.pointers, row if bias is None else bias.contiguous(), weight.tables[1], y, n, k, 0x4B000000,
-        *weight.strides, **constants, HAS_BIAS=bias is not None, FULL=k >= 32 * size["QUADS"],
+        *weight.strides, **constants, HAS_BIAS=bias is not None, EPILOGUE=epilogue, FULL=k >= 32 * size["QUADS"],
         EARLY=starts_early(row.device), ON_CUDA=on_cuda(row.device), **size, **launch_options(row.device),
     )  # fmt: skip
 
@@ -95,31 +101,34 @@ def gemm_linear(
     outer: Tensor | None,
     bias: Tensor | None,
     scheme: Scheme,
+    epilogue: str = "none",
 ) -> Tensor:
-    """``x @ W.T + bias``: ``x`` [..., K] with any strides and at least one row, the weight [N, K] canonical."""
+    """``x @ W.T + bias``: ``x`` [..., K] with any strides and at least one row, the weight [N, K] canonical; after the function
+    ``epilogue``."""
     k = x.shape[-1]
     weight = Parts(packed, scale, zero_point, outer, scheme, k)
-    y = _product(x.reshape(1, -1, k), weight, bias, packed.shape[0], scheme)
+    y = _product(x.reshape(1, -1, k), weight, bias, packed.shape[0], scheme, epilogue)
     return y.reshape(*x.shape[:-1], packed.shape[0])
 
 
 def grouped_linear(
-    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
-) -> Tensor:
+    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None,
+    scheme: Scheme, epilogue: str = "none",
+) -> Tensor:  # fmt: skip
     """:func:`gemm_linear` for all experts in one launch: ``x`` [E, M, K], ``packed`` [E, N, bytes], ``bias`` [E, N]."""
     zero = None if zero_point is None else zero_point.flatten(0, 1)
     weight = Parts(packed.flatten(0, 1), scale.flatten(0, 1), zero, outer, scheme, x.shape[-1])
-    return _product(x, weight, bias, packed.shape[1], scheme)
+    return _product(x, weight, bias, packed.shape[1], scheme, epilogue)
 
 
-def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Scheme) -> Tensor:
+def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Scheme, epilogue: str) -> Tensor:
     """``x`` [E, M, K] times the experts' weights, [E, M, N]."""
     from .gemm import add_parts, gemm, spread
 
     experts, m, k = x.shape
     y = torch.empty(experts, m, n, dtype=x.dtype, device=x.device)
     if not y.numel() or not k:
-        return y.zero_() if bias is None else y.copy_(bias.reshape(-1, 1, n))
+        return EPILOGUES[epilogue].run(y.zero_() if bias is None else y.copy_(bias.reshape(-1, 1, n)))
     rows = x.reshape(-1, k)
     config = dict(block("gemm", x.device, scheme, x.dtype, m, n, k))
     parts, registers = config.pop("PARTS"), config.pop("REGISTERS", None)
@@ -139,15 +148,15 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
         )  # fmt: skip
         gemm[blocks, parts, experts](
             columns, *weight.pointers, shift, *weight.tables, ramp(x.device), out, *sizes, *weight.strides,
-            **weight.constants, HAS_BIAS=bias is not None and parts == 1, HOW=how,
+            **weight.constants, HAS_BIAS=bias is not None and parts == 1, EPILOGUE=epilogue if parts == 1 else "none", HOW=how,
             EVEN=even, WHOLE=weight.groups_in_words, EARLY=early,
             AHEAD=_AHEAD if early and even and weight.on_sixteen_bytes and m > 32 else 0,
             ASM=assembly_for(scheme, x), **config, **options, **at_most(registers, x.device),
         )  # fmt: skip
         if parts > 1:
             add_parts[(-(-y.numel() // 1024),)](
-                out, shift, y, y.numel(), m, n, parts,
-                HAS_BIAS=bias is not None, EARLY=early, MOST=-(-parts // 8) * 8, BLOCK=1024, num_warps=4, **options,
+                out, shift, y, y.numel(), m, n,
+                HAS_BIAS=bias is not None, EPILOGUE=epilogue, EARLY=early, PARTS=parts, BLOCK=1024, num_warps=4, **options,
             )  # fmt: skip
     return y
 
@@ -161,9 +170,10 @@ def widened(run: Any) -> Any:
 
     @functools.wraps(run)
     def interpreted(
-        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
-    ) -> Tensor:
-        return run(wide(x), packed, wide(scale), wide(zero), outer, wide(bias), scheme).to(x.dtype)
+        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None,
+        scheme: Scheme, **more: Any,
+    ) -> Tensor:  # fmt: skip
+        return run(wide(x), packed, wide(scale), wide(zero), outer, wide(bias), scheme, **more).to(x.dtype)
 
     return interpreted
 
@@ -224,6 +234,7 @@ _GEMV = Kernel(
     m=(1, 1),
     available=compiles,
     quicker=_quicker_than_gemv,
+    epilogues=frozenset(EPILOGUES),
     tiles=((1, 4, 1024), (1, 4, 2048)),
 )
 _GEMM = dataclasses.replace(

@@ -90,7 +90,8 @@ register(_NORM)
 register(dataclasses.replace(_NORM, name=f"{_NORM.name}_interpreted", run=_norm_interpreted, **ON_A_CPU))
 
 for _row in ROWS:  # the products of codes are the same, only that somebody else has rounded x
-    _codes = dataclasses.replace(_row, name=f"{_row.name}_codes", op="codes_linear", run=codes_linear)
+    _own: dict[str, Any] = {"op": "codes_linear", "run": codes_linear, "epilogues": _NORM.epilogues}
+    _codes = dataclasses.replace(_row, name=f"{_row.name}_codes", **_own)
     register(_codes)
     _few: dict[str, Any] = {"m": (1, 17), "tiles": _row.tiles[:1]}
     register(dataclasses.replace(_codes, name=f"{_codes.name}_interpreted", run=_codes_interpreted, **_few, **ON_A_CPU))

@@ -1,0 +1,49 @@
+"""Functions that a product may end in: on each number of y, after the bias.
+
+A kernel that takes one applies it in float32, before y is rounded. For another the registry applies it to the y that the kernel
+gave, and the receipt says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["EPILOGUES", "Epilogue", "epilogue"]
+
+_aten = torch.ops.aten
+
+
+class Epilogue(NamedTuple):
+    """``run(y)``, and ``backward(grad, y)`` of the y that it was given."""
+
+    run: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+def _same(y: Tensor) -> Tensor:
+    return y
+
+
+def _passed(grad: Tensor, y: Tensor) -> Tensor:
+    return grad
+
+
+EPILOGUES: dict[str, Epilogue] = {
+    "none": Epilogue(_same, _passed),
+    "relu": Epilogue(_aten.relu.default, lambda grad, y: _aten.threshold_backward(grad, y, 0)),
+    "silu": Epilogue(_aten.silu.default, _aten.silu_backward.default),
+    "gelu": Epilogue(_aten.gelu.default, _aten.gelu_backward.default),
+    "gelu_tanh": Epilogue(partial(_aten.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh")),
+}
+
+
+def epilogue(name: str) -> Epilogue:
+    """The function called ``name``. Raises ``ValueError`` where there is none."""
+    if name not in EPILOGUES:
+        raise ValueError(f"no epilogue named {name!r}; there are {', '.join(EPILOGUES)}")
+    return EPILOGUES[name]
