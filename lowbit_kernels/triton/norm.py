@@ -12,12 +12,13 @@ from .rounding import divided, nearest
 
 @triton.jit
 def rms_norm_quantize(
-    x_ptr, weight_ptr, codes_ptr, scale_ptr, K, eps, stride_x,
+    x_ptr, weight_ptr, codes_ptr, scale_ptr, K, share, eps, stride_x,
     BITS: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, FIRST: tl.constexpr, INVERSE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, NAN: tl.constexpr, COUNT: tl.constexpr, REACH: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token of ``x`` [M, K], held whole: its codes [M, K] and its scale [M]. ``REACH``: the number of the largest.
+    """One token of ``x`` [M, K], held whole: its codes [M, K] and its scale [M]. ``REACH``: the number of the largest. ``share``:
+    1 / K, what a square counts for in the mean.
 
     All numbers of a token are divided by one root, so codes depend on ``x`` times the weight alone, and the root meets the scale:
     nothing waits for the sum of squares but one number.
@@ -38,8 +39,8 @@ def rms_norm_quantize(
     largest = (tl.zeros([1], tl.int32) + largest).to(tl.float32, bitcast=True)
     # Below it the numbers of a code would pass float32, and the row has fewer of them.
     held = tl.where(largest < 3.009265538105056e-36, 3.009265538105056e-36, largest)  # 2**-118; NaN stays
-    root = tl.math.sqrt_rn(divided(tl.zeros([1], tl.float32) + tl.sum(x * x, axis=0), tl.zeros([1], tl.float32) + K) + eps)
-    scale = tl.where(largest == 0.0, 0.0, divided(divided(held, tl.full([1], REACH, tl.float32)), root))
+    root = tl.math.sqrt_rn((tl.zeros([1], tl.float32) + tl.sum(x * x, axis=0)) * share + eps)
+    scale = tl.where(largest == 0.0, 0.0, divided(held, root * REACH))
     tl.store(scale_ptr + row + tl.zeros([1], tl.int32), scale)
     quotient = numbers * divided(tl.full([1], REACH, tl.float32), held)
     codes = nearest(quotient, codes_ptr, codes_ptr, KIND, BITS, MANTISSA, FIRST, INVERSE, LOW, HIGH, NAN, COUNT)

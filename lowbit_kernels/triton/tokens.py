@@ -18,7 +18,7 @@ from .operands import launch_options, on_device, starts_early
 
 __all__ = ["codes_linear", "rms_norm_quantize"]
 
-_MOST_COLUMNS = 1 << 15  # that a block holds: 64 numbers a thread
+_MOST_COLUMNS = 1 << 15  # that a block holds: 64 numbers a thread of sixteen warps
 
 
 def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, activation: Scheme) -> tuple[Tensor, Tensor]:
@@ -34,9 +34,9 @@ def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, activation: 
     block = 1 << (k - 1).bit_length()
     with on_device(x.device):
         kernel[(rows.shape[0],)](
-            rows, rows if weight is None else weight.contiguous(), codes, scale, k, eps, rows.stride(0),
+            rows, rows if weight is None else weight.contiguous(), codes, scale, k, 1 / k, eps, rows.stride(0),
             BITS=8, **how.constants, REACH=activation.fmt.symmetric_max, HAS_WEIGHT=weight is not None, EVEN=block == k,
-            EARLY=starts_early(x.device), BLOCK=block, num_warps=max(1, min(16, block // 512)), **launch_options(x.device),
+            EARLY=starts_early(x.device), BLOCK=block, num_warps=max(1, min(16, block // 1024)), **launch_options(x.device),
         )  # fmt: skip
     return codes, scale
 
