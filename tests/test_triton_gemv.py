@@ -29,7 +29,7 @@ SCHEMES = (
 @st.composite
 def wide_blocks(draw: st.DrawFn) -> dict[str, int]:
     warps = draw(st.sampled_from((1, 2)))
-    return {"ROWS": draw(st.sampled_from((1, 2, 4))), "QUADS": 32 * warps * draw(st.sampled_from((1, 2))), "num_warps": warps}
+    return {"ROWS": draw(st.sampled_from((1, 2, 4, 8))), "QUADS": 32 * warps * draw(st.sampled_from((1, 2))), "num_warps": warps}
 
 
 @settings(max_examples=40, deadline=None)

@@ -35,7 +35,8 @@ def _integers(part, words, xs, zeros, magic):
     shifted = words >> 12
     for j in tl.static_range(8):
         field = (words if j < 5 else shifted) & (15 << _place(j))
-        part += ((field | magic).to(tl.float32, bitcast=True) - zeros[j if j < 5 else j - 3]) * xs[j][None, :]
+        x = xs[j] * (1.0 / (1 << _place(j)))
+        part += ((field | magic).to(tl.float32, bitcast=True) - zeros[j if j < 5 else j - 3]) * x[None, :]
     return part
 
 
@@ -127,10 +128,7 @@ def gemv_wide(
             x = tl.load(there_x, mask=(quad >= begin if FULL else quad < quads)[:, None], other=0.0)
             xs = eight(x.to(tl.float32))
             if KIND == _INTEGERS:
-                scaled = (xs[0],)
-                for j in tl.static_range(1, 8):
-                    scaled = scaled + (xs[j] * (1.0 / (1 << _place(j))),)  # type: ignore[assignment] # noqa: RUF005
-                part = _integers(part, words[t] ^ -2004318072 if FLIP == 8 else words[t], scaled, zeros, magic)
+                part = _integers(part, words[t] ^ -2004318072 if FLIP == 8 else words[t], xs, zeros, magic)
             else:
                 part = _floats(part, words[t], xs, MANTISSA, ON_CUDA)
             if GROUP == 16 and t == 1:
