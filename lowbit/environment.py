@@ -67,7 +67,7 @@ class Environment:
         for kernel in self.kernels:
             asked = " (only on request)" if kernel.on_request else ""
             lines.append(
-                f"  {kernel.name:{width}}  {kernel.op:16}  {'ready' if kernel.missing is None else kernel.missing}{asked}"
+                f"  {kernel.name:{width}}  {kernel.op:17}  {'ready' if kernel.missing is None else kernel.missing}{asked}"
             )
         return "\n".join(lines)
 

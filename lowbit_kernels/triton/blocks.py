@@ -120,7 +120,7 @@ def takes_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
     return plain and whole and dtype != torch.float32 and scheme.zero_point != "float"
 
 
-_ROWS_ENOUGH = 1024  # of a weight, from which on all share one compiled kernel: fewer would leave most processors idle
+_ROWS_ENOUGH = 1024  # weights of as many rows share one compiled kernel; of fewer its blocks would leave processors idle
 
 
 def _wide(n: int, k: int) -> Block:
