@@ -71,6 +71,23 @@ __device__ __noinline__ float products_beyond(const Digits& a, int64_t tile, int
   return sum;
 }
 
+// All such slices of a row of x.
+template <class W>
+__device__ __noinline__ float products_beyond(const Digits& a, int64_t tile, int row, int m) {
+  float sum = 0;
+#pragma unroll 1
+  for (int u = 0; u < a.units_of_row; u++) {
+    bool has_all = true;
+#pragma unroll 1
+    for (int k = 0; k < W::columns && u * W::columns + k < a.k; k++) {
+      const uint16_t element = static_cast<const uint16_t*>(a.x)[int64_t{m} * a.k + u * W::columns + k];
+      has_all &= (element & 0x7fff) < (a.x_is_half ? 0x7c00 : 0x7f80);
+    }
+    if (!has_all) sum += products_beyond<W>(a, tile, row, m, u);
+  }
+  return sum;
+}
+
 // The copies of a block: pass by pass, tile by tile, the units of the pass one behind the other, a run of them at a time. One
 // thread starts them all, and has to be quick about it.
 struct Copies {
@@ -306,32 +323,26 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
     const int tile = i / rows_of_tile, row = i % rows_of_tile;
     const int64_t n = first_tile * rows_of_tile + i;
     if (n >= a.n) continue;
-    float2 constants = of_row[i];
+    const float2 constants = of_row[i];
 #pragma unroll
     for (int m = 0; m < M; m++) {
+      const float* sums = partial + tile * a.column_warps * (M * rows_of_tile) + m * rows_of_tile + row;
       float sum = 0;
-#pragma unroll 8
-      for (int w = 0; w < a.column_warps; w++) sum += partial[(tile * a.column_warps + w) * (M * rows_of_tile) + m * rows_of_tile + row];
+#pragma unroll 1
+      for (int w = 0; w < a.column_warps; w += 8) {
+        float eight[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) eight[j] = w + j < a.column_warps ? sums[(w + j) * (M * rows_of_tile)] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += eight[j];
+      }
       sum *= constants.x;
-      if (!is_finite) {
-#pragma unroll 1
-        for (int u = 0; u < a.units_of_row; u++) {
-          bool has_all = true;
-#pragma unroll 1
-          for (int k = 0; k < W::columns && u * W::columns + k < a.k; k++) {
-            const uint16_t element = static_cast<const uint16_t*>(a.x)[int64_t{m} * a.k + u * W::columns + k];
-            has_all &= (element & 0x7fff) < (a.x_is_half ? 0x7c00 : 0x7f80);
-          }
-          if (!has_all) sum += products_beyond<W>(a, first_tile + tile, row, m, u);
-        }
-      }
+      if (!is_finite) sum += products_beyond<W>(a, first_tile + tile, row, m);
       if (a.bias) sum += constants.y;
-      const int64_t to = m * a.n + n;
-      if (a.x_is_half) {
-        static_cast<__half*>(a.y)[to] = from_float<__half>(sum);
-      } else {
-        static_cast<__nv_bfloat16*>(a.y)[to] = from_float<__nv_bfloat16>(sum);
-      }
+      const __half half = from_float<__half>(sum);
+      const __nv_bfloat16 brain = from_float<__nv_bfloat16>(sum);
+      static_cast<uint16_t*>(a.y)[m * a.n + n] =
+          a.x_is_half ? reinterpret_cast<const uint16_t&>(half) : reinterpret_cast<const uint16_t&>(brain);
     }
   }
 }

@@ -24,7 +24,9 @@
 
 namespace lowbit::cuda {
 
-constexpr int columns_of_box = 64, before_x = 2;
+constexpr int columns_of_box = 64, before_x = 2, most_stages = 8;
+constexpr int copier_of_weights = tiles_of_block, copier_of_x = tiles_of_block + 1;  // warps
+constexpr int begun = 2;  // a barrier of all threads: those in shared memory have been started
 
 // Columns of W that blocks share out and work on at a time: all of a unit for few rows of x, which take little time.
 __host__ __device__ constexpr int columns_of_piece(int columns, int unit_columns) { return columns == 16 ? unit_columns : 256; }
@@ -44,17 +46,17 @@ struct Shape {
 
 template <class S>
 struct GemmMemory {
-  int weights, sums, ends, table, barriers, total;  // x comes first; sums, and y, may at the end take the place of the rings
+  static constexpr int x = 1024;  // boxes lie on that; barriers come first: where they are is known at once
+  int weights, sums, ends, table, total;  // sums, and y, may at the end take the place of the rings
   // `begins`: the address of all this.
   __host__ __device__ GemmMemory(int unit_size, const Gemm& a, int table_bytes, int begins) {
-    weights = a.x_stages * S::stage_bytes;
+    weights = x + a.x_stages * S::stage_bytes;
     const int rings = weights + a.weight_stages * tiles_of_block * unit_size, meeting = Meeting<S::columns>(a.blocks).bytes();
-    sums = a.sums_apart ? rings : 0;
+    sums = a.sums_apart ? rings : x;
     ends = (rings > sums + meeting ? rings : sums + meeting) + 15 & ~15;
-    barriers = ends + rows_of_block * static_cast<int>(sizeof(float2));
-    table = barriers + 16 * (a.weight_stages + a.x_stages) + 4 * 8;
+    table = ends + rows_of_block * static_cast<int>(sizeof(float2));
     if (table_bytes) table = (begins + table + table_bytes - 1) / table_bytes * table_bytes - begins;
-    total = table + table_bytes + 1024;  // the first box lies on 1024 bytes
+    total = table + table_bytes;
   }
 };
 
@@ -80,27 +82,59 @@ struct Share {
 struct Ring {
   uint64_t *full, *free;
   int stages, stage = 0, parity = 0;
+  __device__ Ring(uint64_t* barriers, int stages) : full(barriers), free(barriers + most_stages), stages(stages) {}
+  // By all threads of a warp, and all there may be: how many are used is an argument, which is far away.
+  __device__ __forceinline__ void start() const {
+    if (threadIdx.x % 32 < most_stages) {
+      start_barrier(full + threadIdx.x % 32, 1), start_barrier(free + threadIdx.x % 32, tiles_of_block);
+      show_barriers_to_copies();
+    }
+    __syncwarp();
+  }
   __device__ void advance() {
     if (++stage == stages) stage = 0, parity ^= 1;
   }
 };
 
-// Where a stage of x is large, only `before_x` units are asked for before x may be: all wait for x, and it waits for them.
-template <class S>
-__device__ __forceinline__ void copy_weights(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
-  const int tiles = static_cast<int>(min(static_cast<int64_t>(tiles_of_block), a.tiles - share.first_tile)), size = a.unit.size;
-  const uint64_t policy = a.m <= S::columns ? read_once() : read_again();
-  const int pieces = a.unit.columns / columns_of_piece(S::columns, a.unit.columns);
-  const int first = share.first / pieces, last = (share.last + pieces - 1) / pieces;
-  for (int u = first; u < last; u++, ring.advance()) {
-    if (S::columns == 256 && u == first + before_x) wait_for_predecessors();
-    wait(ring.free + ring.stage, ring.parity ^ 1);
-    expect(ring.full + ring.stage, tiles * size);
-    for (int t = 0; t < tiles; t++)
-      copy_expected(memory + (ring.stage * tiles_of_block + t) * size,
-                    a.units + ((share.first_tile + t) * a.units_of_row + u) * size, size, ring.full + ring.stage, policy);
+// The units that a block reads, those of a column of tiles at a time. Where a stage of x is large, only `before_x` of them are
+// asked for before x may be: all wait for x, and it waits for them.
+template <class S, int unit_columns>
+struct Weights {
+  const uint8_t* from;  // the next unit of the first tile
+  int64_t row_bytes;
+  int size, tiles, units;
+  __device__ __forceinline__ Weights(const Gemm& a, const Share& share) : size(a.unit.size) {
+    constexpr int pieces = unit_columns / columns_of_piece(S::columns, unit_columns);
+    const int first = share.first / pieces;
+    row_bytes = static_cast<int64_t>(a.units_of_row) * size;
+    from = a.units + share.first_tile * row_bytes + first * size;
+    tiles = static_cast<int>(min(static_cast<int64_t>(tiles_of_block), a.tiles - share.first_tile));
+    units = share.first < share.last ? (share.last + pieces - 1) / pieces - first : 0;
   }
-}
+  static __device__ __forceinline__ uint64_t policy_of(const Gemm& a) { return a.m <= S::columns ? read_once() : read_again(); }
+  // The first unit of each tile: a warp asks for that of its own, sooner than one could for all of them.
+  __device__ __forceinline__ void copy_first(const Gemm& a, uint8_t* memory, const Ring& ring, int tile) const {
+    if (units > 0 && tile < tiles)
+      copy_expected(memory + tile * size, from + tile * row_bytes, size, ring.full, policy_of(a));
+  }
+  // All others, and how many bytes the first of them have.
+  __device__ __forceinline__ void copy(const Gemm& a, uint8_t* memory, Ring ring) {
+    const uint64_t policy = policy_of(a);
+    if (units > 0) expect(ring.full, tiles * size);
+#pragma unroll 1
+    for (int u = 1; u < units; u++) {
+      ring.advance();
+      from += size;
+      if (S::columns == 256 && u == before_x) wait_for_predecessors();
+      wait(ring.free + ring.stage, ring.parity ^ 1);
+      expect(ring.full + ring.stage, tiles * size);
+      const uint8_t* next = from;
+      uint8_t* to = memory + ring.stage * tiles_of_block * size;
+#pragma unroll 1
+      for (int t = 0; t < tiles; t++, next += row_bytes, to += size) copy_expected(to, next, size, ring.full + ring.stage, policy);
+    }
+  }
+};
 
 template <class S>
 __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
@@ -151,7 +185,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
     zeros = {n < a.n ? a.zero_point[n] : 0u, n + 8 < a.n ? a.zero_point[n + 8] : 0u};
   }
   auto row = Codes::row(zeros.x), row8 = Codes::row(zeros.y);
-  const uint32_t boxes_of_x = operand_b(shared_address(memory));
+  const uint32_t boxes_of_x = operand_b(shared_address(memory + GemmMemory<S>::x));
   float sum[2][S::is_exact ? S::columns / 2 : 1];
   float2 scale[4] = {};
   uint32_t operand[operands][halves][parts][4];
@@ -313,46 +347,52 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
 template <class Codes, class T, class S>
 __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constant__ Gemm a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ uint8_t unaligned[];
-  uint8_t* memory = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
-  const GemmMemory<S> at(a.unit.size, a, table_bytes_of<Codes>, shared_address(memory));
-  uint64_t* barriers = reinterpret_cast<uint64_t*>(memory + at.barriers);
-  float2* ends = reinterpret_cast<float2*>(memory + at.ends);
-  const Ring weights = {barriers, barriers + a.weight_stages, a.weight_stages};
-  const Ring x = {barriers + 2 * a.weight_stages, barriers + 2 * a.weight_stages + a.x_stages, a.x_stages};
-  const Arrivals arrivals = {x.free + a.x_stages, x.free + a.x_stages + 1, x.free + a.x_stages + 2, x.free + a.x_stages + 3};
-  const Part part = part_of(a);
-  const int parts = a.blocks * part.clusters, mine = part.cluster * a.blocks + part.block;
-  const Share share = {a.pieces_of_row * mine / parts, a.pieces_of_row * (mine + 1) / parts,
-                       static_cast<int64_t>(part.tile % blocks_of_rows(a)) * tiles_of_block,
-                       static_cast<int>(part.tile / blocks_of_rows(a)) * S::columns};
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < weights.stages; s++) start_barrier(weights.full + s, 1), start_barrier(weights.free + s, tiles_of_block);
-    for (int s = 0; s < x.stages; s++) start_barrier(x.full + s, 1), start_barrier(x.free + s, tiles_of_block);
-    start_barrier(arrivals.ends, 64);
-    start_barrier(arrivals.done, a.blocks * tiles_of_block);
-    start_barrier(arrivals.sums, 1);
-    show_barriers_to_copies();
+  extern __shared__ __align__(1024) uint8_t memory[];
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(memory);
+  const Ring weights(barriers, a.weight_stages), x(barriers + 2 * most_stages, a.x_stages);
+  const Arrivals arrivals(barriers + 4 * most_stages);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == copier_of_weights) {
+    weights.start();
+    arrive(begun, S::threads);
+  } else if (warp == copier_of_x) {
+    if (lane == 0) prefetch_description(&a.x);
+    x.start();
+    arrive(begun, S::threads);
+  } else if (warp > copier_of_x) {
+    if (warp == copier_of_x + 1 && lane == 0) arrivals.start();
+    __syncwarp();
+    synchronize(begun, S::threads);
   }
-  __syncthreads();
-  if (a.blocks > 1) announce_to_cluster();
-  let_dependents_start();
-
-  if (threadIdx.x >= workers_of_block) {
+  const GemmMemory<S> at(a.unit.size, a, table_bytes_of<Codes>, shared_address(memory));
+  const Part part = part_of(a);
+  const auto cut = [&](int parts) { return static_cast<int>(a.by_blocks.divide(a.pieces_of_row * parts) >> (part.clusters - 1)); };
+  const int mine = part.cluster * a.blocks + part.block;
+  const Share share = {cut(mine), cut(mine + 1), static_cast<int64_t>(part.rows) * tiles_of_block, part.rows_of_x * S::columns};
+  Weights<S, Unit<Codes::bits, 0, false>::columns> units(a, share);
+  float2* ends = reinterpret_cast<float2*>(memory + at.ends);
+  if (warp >= copier_of_weights) {
+    if (a.blocks > 1) announce_to_cluster();
+    let_dependents_start();
     give_registers_back<40>();
-    const int thread = threadIdx.x - workers_of_block;
-    if (thread == 0) {
-      copy_weights<S>(a, share, memory + at.weights, weights);
-    } else if (thread == 32) {
-      prefetch_description(&a.x);
-      wait_for_predecessors();
-      copy_x<S>(a, share, memory, x);
-    } else if (thread >= 64) {
-      for (int row = thread - 64; row < rows_of_block; row += 64)
+    if (warp == copier_of_weights) {
+      if (lane == 0) units.copy(a, memory + at.weights, weights);
+    } else if (warp == copier_of_x) {
+      if (lane == 0) {
+        wait_for_predecessors();
+        copy_x<S>(a, share, memory + at.x, x);
+      }
+    } else {
+      for (int row = threadIdx.x - (copier_of_x + 1) * 32; row < rows_of_block; row += 64)
         ends[row] = end_of<Codes, T>(a, share.first_tile * rows_of_tile + row);
       arrive(arrivals.ends);
     }
   } else {
+    synchronize(begun, S::threads);
+    if (lane == 0) units.copy_first(a, memory + at.weights, weights, warp);
+    __syncwarp();
+    if (a.blocks > 1) announce_to_cluster();
+    let_dependents_start();
     take_registers<232>();  // what the others gave, of 168 each
     float total[S::columns / 2] = {};
     multiply<Codes, T, S>(a, share, memory, memory + at.weights, memory + at.table, weights, x, total);

@@ -11,6 +11,18 @@ namespace lowbit::cuda {
 template <class T, int bits>
 using Whole = std::conditional_t<std::is_same_v<T, __half>, Integers<T, bits>, ScaledIntegers<T, bits>>;
 
+// Divides by a number that the host knows, whose division takes a block long.
+struct Divisor {
+  uint32_t by, magic;
+  Divisor() = default;
+  explicit Divisor(uint32_t by) : by(by), magic(by == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + by - 1) / by)) {}
+  // Of one factor rounded up: the quotient, or one more.
+  __device__ __forceinline__ uint32_t divide(uint32_t x) const {
+    const uint32_t q = by == 1 ? x : __umulhi(x, magic);
+    return q - (static_cast<uint64_t>(q) * by > x);
+  }
+};
+
 struct Gemm {
   CUtensorMap x;         // [m, k] in boxes of `columns` rows of 64
   const uint8_t* units;  // [tiles][units_of_row]
@@ -24,7 +36,8 @@ struct Gemm {
   void* y;                    // [m, n]
   int64_t n, tiles;
   int m, units_of_row, pieces_of_row, group_shift, weight_stages, x_stages;
-  int blocks;               // of a cluster, which share out the columns of W
+  int blocks;                  // of a cluster, which share out the columns of W
+  Divisor by_blocks, by_rows;  // those; and the blocks that have all rows of W
   uint32_t alone;           // tiles of y that one cluster makes; two share out the columns for each of the others
   uint8_t* pairs;           // what the two leave for each other, behind a word of each block that tells whether it is there
   unsigned long long here;  // that word, then

@@ -33,11 +33,15 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
   // of their own, no block has to wait until others have read what was copied: that is worth some stages.
   const int64_t tiles = (a.tiles + tiles_of_block - 1) / tiles_of_block * ((a.m + S::columns - 1) / S::columns);
   const int parts = a.alone == tiles ? a.blocks : 2 * a.blocks;
+  a.by_blocks = Divisor(a.blocks);
+  a.by_rows = Divisor(static_cast<uint32_t>((a.tiles + tiles_of_block - 1) / tiles_of_block));
   const int piece = columns_of_piece(S::columns, a.unit.columns);
   a.pieces_of_row = static_cast<int>((k + piece - 1) / piece);
   const bool is_short = S::columns == 64 && a.unit.columns < 512;  // two stages of such units are soon over
-  const auto memory = [&] { return GemmMemory<S>(a.unit.size, a, table, 2048).total; };
+  constexpr int begins = 1024;  // what the system keeps of a block's shared memory
+  const auto memory = [&] { return GemmMemory<S>(a.unit.size, a, table, begins).total; };
   const auto fit = [&](int least_weights, int least_x) {
+    static_assert(most_stages >= 6);
     a.x_stages = S::columns <= 64 ? 6 : 4;
     a.weight_stages = std::clamp((a.units_of_row + parts - 1) / parts, 2, 6);
     while (is_short && a.x_stages > 4 && memory() > most_memory) a.x_stages--;
@@ -90,7 +94,7 @@ struct Cost {
 };
 // What blocks that fill more than half of the device take more, since no other kernel can begin before they end; and which part
 // of the time for columns, since they share the memory.
-constexpr float crowded = 1.0f, shared_memory = 1.12f;
+constexpr float crowded = 0.12f, shared_memory = 1.2f;
 
 // How many clusters of one to four blocks, whose multiprocessors they have for themselves, are on a device at once: not as many
 // as there are multiprocessors for, since those of a cluster must be neighbours. Asked once for each device.
@@ -139,11 +143,11 @@ struct Cut {
 // need; `takes`: whether there is a kernel for as many rows of x.
 template <class Takes, class Decoding>
 Cut cut_of(const Gemm& a, int64_t k, GemmPlan plan, const AtOnce& at_once, Takes takes, Decoding decoding) {
-  static constexpr Cost costs[] = {{16, 1.5f, 0.28f, 1.2f, 1.27f},
-                                   {32, 2.05f, 0.33f, 1.2f, 1.36f},
-                                   {64, 2.45f, 0.38f, 1.4f, 1.74f},
-                                   {128, 3.1f, 0.45f, 2.3f, 2.64f},
-                                   {256, 2.2f, 5.5f, 6.6f, 4.5f}};
+  static constexpr Cost costs[] = {{16, 1.45f, 0.1f, 1.2f, 1.27f},
+                                   {32, 2.0f, 0.1f, 1.3f, 1.35f},
+                                   {64, 2.9f, 0.1f, 1.55f, 1.57f},
+                                   {128, 4.0f, 0.1f, 2.65f, 2.23f},
+                                   {256, 6.8f, 0.3f, 5.7f, 4.2f}};
   Cut best;
   for (const Cost& cost : costs) {
     if (plan.columns && cost.columns != plan.columns) continue;

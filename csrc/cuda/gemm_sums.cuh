@@ -17,7 +17,7 @@
 
 namespace lowbit::cuda {
 
-constexpr int rows_of_block = 128, tiles_of_block = rows_of_block / rows_of_tile, workers_of_block = 32 * tiles_of_block;
+constexpr int most_of_cluster = 4, rows_of_block = 128, tiles_of_block = rows_of_block / rows_of_tile, workers_of_block = 32 * tiles_of_block;
 
 // Who finishes what, and where: block `strip % blocks`, in turn `strip / blocks`.
 template <int columns>
@@ -25,7 +25,9 @@ struct Meeting {
   static constexpr int strips = columns / 16, half_bytes = workers_of_block * 16, y_pitch = (rows_of_block + 8) * 2;
   int blocks;
   __host__ __device__ explicit Meeting(int blocks) : blocks(blocks) {}
-  __host__ __device__ int turns() const { return (strips + blocks - 1) / blocks; }
+  __host__ __device__ int turns() const {  // divisions by constants
+    return blocks == 1 ? strips : blocks == 2 ? (strips + 1) / 2 : blocks == 3 ? (strips + 2) / 3 : (strips + 3) / 4;
+  }
   // Where the sums of a block lie, 32 bytes a thread in two halves; behind them y.
   __host__ __device__ int at(int turn, int block) const { return (turn * blocks + block) * 2 * half_bytes; }
   __host__ __device__ int y_at() const { return blocks == 1 ? 0 : at(turns(), 0); }
@@ -36,26 +38,36 @@ struct Meeting {
 // blocks have read what was copied; the others' sums are there. And a place for what one thread tells the others.
 struct Arrivals {
   uint64_t *ends, *done, *sums, *told;
+  __device__ explicit Arrivals(uint64_t* barriers) : ends(barriers), done(barriers + 1), sums(barriers + 2), told(barriers + 3) {}
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  __device__ __forceinline__ void start() const {
+    uint32_t blocks;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    start_barrier(ends, 64);
+    start_barrier(done, blocks * tiles_of_block);
+    start_barrier(sums, 1);
+    show_barriers_to_copies();
+  }
+#endif
 };
 
-// Which part of which tile of y a block works on: the block of which cluster, of one or two.
+// Which part of which tile of y a block works on: the block of which cluster, of one or two; the tile's rows of W and of x, as
+// counted in tiles of y.
 struct Part {
   uint32_t tile;
   int block, cluster, clusters;
+  uint32_t rows, rows_of_x;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ __forceinline__ uint32_t blocks_of_rows(const Gemm& a) {
-  return static_cast<uint32_t>((a.tiles + tiles_of_block - 1) / tiles_of_block);
-}
-
 // Asked for again rather than kept in registers.
 __device__ __forceinline__ Part part_of(const Gemm& a) {
-  uint32_t index = blockIdx.x;
-  asm volatile("" : "+r"(index));
-  const uint32_t blocks = a.blocks, cluster = index / blocks, block = index % blocks;
-  if (cluster < a.alone) return {cluster, static_cast<int>(block), 0, 1};
-  return {a.alone + (cluster - a.alone) / 2, static_cast<int>(block), static_cast<int>((cluster - a.alone) % 2), 2};
+  uint32_t cluster, block;
+  asm volatile("mov.u32 %0, %%clusterid.x;\n\tmov.u32 %1, %%cluster_ctarank;" : "=r"(cluster), "=r"(block));
+  Part part = {cluster, static_cast<int>(block), 0, 1};
+  if (cluster >= a.alone) part = {a.alone + (cluster - a.alone) / 2, part.block, static_cast<int>(cluster - a.alone) % 2, 2};
+  part.rows_of_x = a.by_rows.divide(part.tile), part.rows = part.tile - part.rows_of_x * a.by_rows.by;
+  return part;
 }
 
 // Calls `each` with every strip that a block finishes, or that others do, with who does, and in which turn. The registers of sums
@@ -84,16 +96,39 @@ __device__ __forceinline__ float2 end_of(const Gemm& a, int64_t n) {
   return end;
 }
 
-// Eight neighbours of a row of y.
-template <class T>
-__device__ __forceinline__ void store(const Gemm& a, int m, int64_t n, const uint4& eight) {
-  T* to = static_cast<T*>(a.y) + m * a.n + n;
-  if (a.n % 8 == 0) {
-    *reinterpret_cast<uint4*>(to) = eight;
-  } else {
+// The strips that a block finishes, from its memory to y: a thread has eight neighbours of a row of each.
+template <class T, int columns>
+__device__ __forceinline__ void store_strips(const Gemm& a, const Meeting<columns>& meeting, int block, int64_t first_n, int first_m,
+                                             const uint8_t* memory) {
+  using Place = Meeting<columns>;
+  constexpr int eights = rows_of_block / 8;
+  static_assert(workers_of_block == 16 * eights);
+  const int row = threadIdx.x / eights, at = threadIdx.x % eights * 8, first = first_m + block * 16 + row, turns = meeting.turns();
+  const int64_t n = first_n + at;
+  if (n >= a.n) return;
+  const uint8_t* from = memory + row * Place::y_pitch + at * 2;
+  T* to = static_cast<T*>(a.y) + first * a.n + n;
+  const auto is_there = [&](int turn) {
+    const int strip = turn * meeting.blocks + block;
+    return turn < turns && strip < Place::strips && first + turn * meeting.blocks * 16 < a.m;
+  };
+  if (a.n % 8) {
+#pragma unroll 1
+    for (int turn = 0; is_there(turn); turn++)
+      for (int j = 0; j < 8 && n + j < a.n; j++)
+        to[turn * meeting.blocks * 16 * a.n + j] = reinterpret_cast<const T*>(from + turn * 16 * Place::y_pitch)[j];
+    return;
+  }
+  constexpr int at_once = Place::strips < 8 ? Place::strips : 8;
 #pragma unroll
-    for (int j = 0; j < 8; j++)
-      if (n + j < a.n) to[j] = reinterpret_cast<const T*>(&eight)[j];
+  for (int t = 0; t < Place::strips; t += at_once) {
+    uint4 eight[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; i++)
+      if (t + i < turns) eight[i] = *reinterpret_cast<const uint4*>(from + (t + i) * 16 * Place::y_pitch);
+#pragma unroll
+    for (int i = 0; i < at_once; i++)
+      if (is_there(t + i)) *reinterpret_cast<uint4*>(to + (t + i) * meeting.blocks * 16 * a.n) = eight[i];
   }
 }
 
@@ -146,8 +181,8 @@ __device__ __forceinline__ void meet_and_write(const Gemm& a, const Arrivals& ar
                                                float (&total)[columns / 2]) {
   using Place = Meeting<columns>;
   const Part part = part_of(a);
-  const int64_t first_n = static_cast<int64_t>(part.tile % blocks_of_rows(a)) * rows_of_block;
-  const int first_m = static_cast<int>(part.tile / blocks_of_rows(a)) * columns;
+  const int64_t first_n = static_cast<int64_t>(part.rows) * rows_of_block;
+  const int first_m = static_cast<int>(part.rows_of_x) * columns;
   const int lane = threadIdx.x % 32, tile = threadIdx.x / 32, block = part.block;
   const Place meeting(a.blocks);
   const uint32_t sums = shared_address(memory) + threadIdx.x * 16;
@@ -170,27 +205,36 @@ __device__ __forceinline__ void meet_and_write(const Gemm& a, const Arrivals& ar
       store_in_block(sums + meeting.at(turn, block) + Place::half_bytes, owner, total + 8 * strip + 4, arrivals.sums);
     });
     wait_for_cluster(arrivals.sums, 0);
-    for_strips<Place::strips>(meeting.blocks, [&](int strip, int owner, int turn) {
-      if (owner != block) return;
-      float* s = total + 8 * strip;
-#pragma unroll 1
-      for (int b = 0; b < meeting.blocks; b++) {
-        if (b == block) continue;
-        const uint8_t* from = memory + meeting.at(turn, b) + threadIdx.x * 16;
-        const float4 low = *reinterpret_cast<const float4*>(from);
-        const float4 high = *reinterpret_cast<const float4*>(from + Place::half_bytes);
-        s[0] += low.x, s[1] += low.y, s[2] += low.z, s[3] += low.w;
-        s[4] += high.x, s[5] += high.y, s[6] += high.z, s[7] += high.w;
-      }
-    });
   }
-  if (part.clusters == 2 && !meet_other_cluster<columns>(a, part, arrivals.told, total)) return;
+  const auto add_others = [&](int strip, int turn) {
+    float* s = total + 8 * strip;
+    float4 low[most_of_cluster - 1], high[most_of_cluster - 1];
+#pragma unroll
+    for (int i = 0; i < most_of_cluster - 1; i++) {
+      if (i + 1 >= meeting.blocks) break;
+      const uint8_t* from = memory + meeting.at(turn, i + (i >= block)) + threadIdx.x * 16;
+      low[i] = *reinterpret_cast<const float4*>(from), high[i] = *reinterpret_cast<const float4*>(from + Place::half_bytes);
+    }
+#pragma unroll
+    for (int i = 0; i < most_of_cluster - 1; i++) {
+      if (i + 1 >= meeting.blocks) break;
+      s[0] += low[i].x, s[1] += low[i].y, s[2] += low[i].z, s[3] += low[i].w;
+      s[4] += high[i].x, s[5] += high[i].y, s[6] += high[i].z, s[7] += high[i].w;
+    }
+  };
+  if (part.clusters == 2) {
+    for_strips<Place::strips>(meeting.blocks, [&](int strip, int owner, int turn) {
+      if (owner == block) add_others(strip, turn);
+    });
+    if (!meet_other_cluster<columns>(a, part, arrivals.told, total)) return;
+  }
 
   const float2 end = ends[tile * rows_of_tile + lane / 4], end8 = ends[tile * rows_of_tile + lane / 4 + 8];
   const uint32_t corner = shared_address(memory + meeting.y_at()) + (lane / 16 * 8 + lane % 8) * Place::y_pitch +
                           (tile * rows_of_tile + lane / 8 % 2 * 8) * 2;
   for_strips<Place::strips>(meeting.blocks, [&](int strip, int owner, int turn) {
     if (owner != block) return;
+    if (part.clusters == 1) add_others(strip, turn);
     const float* s = total + 8 * strip;
     uint32_t two[4];
 #pragma unroll
@@ -203,12 +247,7 @@ __device__ __forceinline__ void meet_and_write(const Gemm& a, const Arrivals& ar
   });
   wait_for_threads<1, workers_of_block>();
   wait_for_predecessors();  // whose reads of y must have ended before it is written
-  for (int i = threadIdx.x; i < meeting.turns() * 16 * (rows_of_block / 8); i += workers_of_block) {
-    const int row = i / (rows_of_block / 8), at = i % (rows_of_block / 8) * 8, strip = row / 16 * meeting.blocks + block;
-    const int m = first_m + strip * 16 + row % 16;
-    if (strip < Place::strips && m < a.m && first_n + at < a.n)
-      store<T>(a, m, first_n + at, *reinterpret_cast<const uint4*>(memory + meeting.y_at() + row * Place::y_pitch + at * 2));
-  }
+  store_strips<T, columns>(a, meeting, block, first_n, first_m, memory + meeting.y_at());
 }
 #endif
 
