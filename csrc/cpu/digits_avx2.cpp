@@ -73,6 +73,18 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
   // What lies two tiles further on, in the order in which it lies, for the second-level cache: rows are short and several are read
   // at once, which is more than a processor foresees, and the first level is full of digits.
   const uintptr_t ahead = reinterpret_cast<uintptr_t>(a.packed) + (begin + 2 * R) * a.packed_stride;
+  // A page that was not touched for long takes longer still: one byte of it, further ahead.
+  for (int64_t byte = 0; byte < R * whole * P::bytes_of_step; byte += 4096)
+    _mm_prefetch(reinterpret_cast<const char*>(ahead + 2 * R * a.packed_stride + byte), _MM_HINT_T1);
+  const auto fetch = [&](const Numbers& of) {
+    const int64_t size = of.stored == Stored::float32 ? 4 : of.stored == Stored::bytes ? 1 : 2, bytes = R * of.stride * size;
+    const uintptr_t at = reinterpret_cast<uintptr_t>(of.data) + begin * of.stride * size + 2 * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
+  };
+  if (m0 == 0) {
+    fetch(a.scale);
+    if (has_zeros) fetch(a.zero_point);
+  }
   alignas(32) float scale[R][chunk / 4 + 16];
   alignas(32) float zero[R][chunk / 4 + 16];  // integers, where there are three digits
   int largest_zero = 0;
