@@ -531,8 +531,8 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
     STD_TORCH_CHECK(digits == 1 && given->is_cpu() && given->numel() == 1 && given->scalar_type() == ScalarType::Float,
                     "input_scale must be one float32 on the CPU, and goes with one digit");
   const float* const one_scale = given ? given->const_data_ptr<float>() : nullptr;
-  if (digits && in_parts(most_rows_at_once, [&](const Numbers& some) { return multiply_digits(a, some, digits, one_scale, finish); }))
-    return y;
+  const auto by_digits = [&](const Numbers& some) { return multiply_digits(a, some, digits, one_scale, finish); };
+  if (digits && in_parts(most_rows_at_once, by_digits)) return y;
   STD_TORCH_CHECK(digits != 1, "zero points must be codes, 0..", (1 << a.bits) - 1);
   in_parts(most_rows, [&](Numbers some) {
     const Raised raised(some, a.m, a.k);

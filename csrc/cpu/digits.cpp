@@ -265,7 +265,7 @@ struct Rows {
       largest_zero = _mm512_max_epu32(largest_zero, take_zeros(a, own, first, count, D < 3, to.zero + r * room));
     }
   }
-  // For the second-level cache: the numbers of the tile behind the next one, as much of them as steps from .. to - 1 are of a tile.
+  // For the second-level cache: the numbers of the tile behind the next one, the part of them that steps from .. to - 1 are of it.
   void fetch(const Numbers& of, int64_t row, int64_t from, int64_t to) const {
     const int64_t size = of.stored == Stored::float32 ? 4 : of.stored == Stored::bytes ? 1 : 2, bytes = R * of.stride * size;
     const uintptr_t at = reinterpret_cast<uintptr_t>(of.data) + row * of.stride * size + 2 * bytes;
@@ -312,8 +312,9 @@ struct Rows {
         // in the order in which it lies, and for the second-level cache, since the first level is full of digits.
         steps.ahead = reinterpret_cast<uintptr_t>(packed) + 2 * R * a.packed_stride + from * R * P::bytes_of_step;
         // A page that was not touched for long takes longer still: one byte of it, further ahead.
+        const uintptr_t further = reinterpret_cast<uintptr_t>(packed) + 4 * R * a.packed_stride;
         for (int64_t at = from * R * P::bytes_of_step; at < to * R * P::bytes_of_step; at += 4096)
-          _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(packed) + 4 * R * a.packed_stride + at), _MM_HINT_T1);
+          _mm_prefetch(reinterpret_cast<const char*>(further + at), _MM_HINT_T1);
         fetch(a.scale, row, from, to);
         if (has_zeros) fetch(a.zero_point, row, from, to);
         take(steps, from, past - from, chunks[turn], first, total);

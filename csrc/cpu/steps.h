@@ -144,7 +144,8 @@ inline void fours_of_floats(const __m512* row, __m512* to) {
   const __m512 ab = _mm512_unpacklo_ps(row[0], row[1]), cd = _mm512_unpacklo_ps(row[2], row[3]);
   const __m512 above_ab = _mm512_unpackhi_ps(row[0], row[1]), above_cd = _mm512_unpackhi_ps(row[2], row[3]);
   // Each holds every fourth group.
-  const __m512 a = pairs(ab, cd, lower), b = pairs(ab, cd, upper), c = pairs(above_ab, above_cd, lower), d = pairs(above_ab, above_cd, upper);
+  const __m512 a = pairs(ab, cd, lower), b = pairs(ab, cd, upper);
+  const __m512 c = pairs(above_ab, above_cd, lower), d = pairs(above_ab, above_cd, upper);
   const __m512 ab0 = _mm512_shuffle_f32x4(a, b, 0x44), ab1 = _mm512_shuffle_f32x4(a, b, 0xee);
   const __m512 cd0 = _mm512_shuffle_f32x4(c, d, 0x44), cd1 = _mm512_shuffle_f32x4(c, d, 0xee);
   to[0] = _mm512_shuffle_f32x4(ab0, cd0, 0x88), to[1] = _mm512_shuffle_f32x4(ab0, cd0, 0xdd);
@@ -153,10 +154,10 @@ inline void fours_of_floats(const __m512* row, __m512* to) {
 
 inline __mmask16 first_of(int64_t count) { return static_cast<__mmask16>(count < 16 ? (1u << count) - 1 : ~0u); }
 
-// Scales of four rows, `next` rows apart, times `unit` from group `first` on: four of a group, then those of the next one. As many
-// as sixteen groups more than `count` may be written.
-inline void take_scales_in_fours(const Linear& a, const ByteScales& of_byte, int64_t row, int64_t next, int64_t first, int64_t count,
-                                 float unit, float* to) {
+// Scales of four rows, `next` rows apart, times `unit` from group `first` on: four of a group, then those of the next one. Up to
+// fifteen groups more than `count` may be written.
+inline void take_scales_in_fours(const Linear& a, const ByteScales& of_byte, int64_t row, int64_t next, int64_t first,
+                                 int64_t count, float unit, float* to) {
   const __m512 times = _mm512_set1_ps(unit);
   const int64_t stride = next * a.scale.stride;
   for (int64_t i = 0; i < count; i += 16, to += 64) {

@@ -33,7 +33,8 @@ struct Product {
     int32_t dtype = 0;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
     AtenTensorHandle made = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+    const int64_t dimensions = static_cast<int64_t>(sizes.size());
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dimensions, sizes.data(), strides.data(), dtype,
                                                            aoti_torch_device_type_cpu(), 0, &made));
     y = torch::stable::Tensor(made);
   }
