@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
+from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
@@ -31,8 +32,10 @@ class Bound:
         outer: Tensor | None,
         bias: Tensor | None,
         scheme: Scheme,
+        *activation: Any,
     ) -> Tensor:
-        return self.make(scheme)(x, packed, scale, zero_point, outer, bias, scheme)
+        """``activation``: what a product takes behind the scheme that rounds ``x`` too."""
+        return self.make(scheme)(x, packed, scale, zero_point, outer, bias, scheme, *activation)
 
 
 def bind(run: Product, scheme: Scheme) -> Product:

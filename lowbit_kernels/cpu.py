@@ -14,11 +14,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from lowbit.formats import FORMATS, Format
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
-from .bound import Bound, Product
+from .bound import Bound, Product, direct
 from .build import CPU
 from .registry import Call, Kernel, register
 
@@ -69,7 +70,8 @@ def two_digits_linear(scheme: Scheme) -> Product:
     return _product(torch.ops.lowbit_cpu.digits_linear.default, scheme, 2)
 
 
-def _product(multiply: Callable[..., Tensor], scheme: Scheme, *more: int) -> Product:
+def _product(operator: OpOverload, scheme: Scheme, *more: int) -> Product:
+    multiply = direct(operator)
     scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
     how = (number_table(scheme.format), scales, scheme.group_size, *more)
 
@@ -159,26 +161,28 @@ register(
 register(_OF_DIGITS)
 
 
-def quantized_linear(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    outer: Tensor | None,
-    bias: Tensor | None,
-    scheme: Scheme,
-    activation: Scheme,
-    input_scale: Tensor | None,
-) -> Tensor:
-    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one digit, some rows at a time."""
+@Bound
+def quantized_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one digit."""
     scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
-    parts = (packed, scale, zero_point, outer, bias, number_table(scheme.format), scales, scheme.group_size)
-    given = None if input_scale is None else input_scale.float()
-    multiply, rows = torch.ops.lowbit_cpu.digits_linear.default, x.numel() // x.shape[-1] if x.shape[-1] else 0
-    if rows <= _ROWS:
-        return multiply(x, *parts, 1, given)
-    some = [multiply(part, *parts, 1, given) for part in x.reshape(rows, -1).split(_ROWS)]
-    return torch.cat(some).reshape(*x.shape[:-1], packed.shape[0])
+    how = (number_table(scheme.format), scales, scheme.group_size, 1)
+    multiply = direct(torch.ops.lowbit_cpu.digits_linear.default)
+
+    def product(
+        x: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        outer: Tensor | None,
+        bias: Tensor | None,
+        scheme: Scheme,
+        activation: Scheme,
+        input_scale: Tensor | None,
+    ) -> Tensor:
+        given = None if input_scale is None else input_scale.float()
+        return multiply(x, packed, scale, zero_point, outer, bias, *how, given)
+
+    return product
 
 
 def _other_activation(call: Call) -> str | None:

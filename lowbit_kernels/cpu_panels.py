@@ -13,7 +13,7 @@ from lowbit.grid import Scales, to_codes
 from lowbit.scales import choose
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
-from .bound import Bound, Product
+from .bound import Bound, Product, direct
 from .cpu import available, byte_table, number_table
 from .registry import Call, Kernel, register
 
@@ -72,7 +72,7 @@ def panels_linear(scheme: Scheme) -> Product:
 def dots_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` with the weight dequantized to bfloat16, some rows at a time, on the processor's dot products of it."""
     scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
-    values, operator = number_table(scheme.format), torch.ops.lowbit_cpu.dots_linear.default
+    values, operator = number_table(scheme.format), direct(torch.ops.lowbit_cpu.dots_linear.default)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,9 +25,15 @@ def build(library: Path, temp: Path) -> str:
     setup = importlib.import_module("setup")  # its commands alone: nothing is set up on import
 
     *objects, (_, link) = setup.cpu_commands(library, temp)
-    for path, command in objects:
+
+    def compile_one(path: Path, command: list[str]) -> None:
         print("compiling", path.name, flush=True)
         subprocess.run([*("-O1" if part == "-O3" else part for part in command), *FLAGS], check=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # The last ones take the longest.
+        for done in [pool.submit(compile_one, *one) for one in reversed(objects)]:
+            done.result()
     subprocess.run([*link, *FLAGS], check=True)
     return str(link[0])
 

@@ -24,6 +24,7 @@
 #include "linear.h"
 #include "panels.h"
 #include "quantize.h"
+#include "tensors.h"
 
 namespace {
 
@@ -292,16 +293,20 @@ bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given,
   const int64_t columns = columns_of(a.bits, lanes), steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
   const int64_t size = takes_words(a.bits, lanes) ? 2 * words_of(count) : count;  // bytes of a number's digits
   const bool uniform = a.group >= a.k || a.group % columns == 0;
+  const bool in_quarters = takes_quarters(a.bits, lanes, count, a.group, a.k);
   const std::unique_ptr<int32_t[]> groups(new int32_t[steps * (uniform ? 1 : 1 + lanes)]);
   for (int64_t s = 0; s < steps; s++) {
     groups[s] = static_cast<int32_t>(s * columns / a.group);
-    for (int64_t lane = 0; lane < lanes && !uniform; lane++)
-      groups[steps + s * lanes + lane] = static_cast<int32_t>((s * columns + lane * 4 * fields) / a.group) - groups[s];
+    for (int64_t lane = 0; lane < lanes && !uniform; lane++) {
+      const int32_t group = static_cast<int32_t>((s * columns + lane * 4 * fields) / a.group) - groups[s];
+      groups[steps + s * lanes + lane] = in_quarters ? 4 * group + lane % 4 : group;
+    }
   }
   const auto digits = lines_of<int8_t>(steps * a.m * size * columns);
   const auto sums = lines_of<int32_t>(steps * a.m * lanes);
   const std::unique_ptr<float[]> scale(new float[a.m * slices]);
-  const DigitsOfX of_x = {count, given, steps, groups.get(), uniform ? nullptr : groups.get() + steps, digits.get(), sums.get(), scale.get()};
+  const int32_t* const of_lane = uniform ? nullptr : groups.get() + steps;
+  const DigitsOfX of_x = {count, given, steps, groups.get(), of_lane, in_quarters, digits.get(), sums.get(), scale.get()};
   if (!kernels->take_digits(a, how, x, of_x)) return false;
   std::atomic<bool> good{true};
   in_turns(a, [&](int64_t begin, int64_t end) {
@@ -472,7 +477,7 @@ struct Weight {
 Tensor checked_bias(const Tensor& bias, int64_t n) {
   STD_TORCH_CHECK(bias.is_cpu() && bias.dim() == 1 && bias.numel() == n && is_float(bias), "bias must be float32, bfloat16 or float16 [", n,
                   "] on the CPU");
-  return torch::stable::contiguous(bias);
+  return dense(bias);
 }
 
 Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
@@ -480,56 +485,64 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
                std::string instructions, const std::optional<Tensor>& given = std::nullopt) {
   STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && is_float(x_any),
                   "x must be float32, bfloat16 or float16 [..., K] on the CPU");
-  const Tensor x = torch::stable::contiguous(x_any);
+  const Tensor x = dense(x_any);
   Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
   Linear& a = weight.a;
-  a.m = 1;
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = a.n;
-  for (size_t i = 0; i + 1 < shape.size(); i++) a.m *= shape[i];
-  STD_TORCH_CHECK(a.m <= most_rows_at_once, "x must have at most ", most_rows_at_once, " rows, got ", a.m);
+  Product product(x, a.n);
+  a.m = product.m;
+  STD_TORCH_CHECK(a.m <= most_rows_at_once || digits == 1, "x must have at most ", most_rows_at_once, " rows, got ", a.m);
   STD_TORCH_CHECK(!digits || !a.zero_point.data || a.zero_point.stored == Stored::bytes, "digits take zero points that are integers");
   std::optional<Tensor> bias;
   Numbers bias_numbers;
   if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
 
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor& y = product.y;
   if (a.m == 0 || a.n == 0) return y;
   Numbers x_numbers = numbers_of(x, "x");
   x_numbers.stride = a.k;
-  const std::unique_ptr<float[]> sums(new float[a.m * a.n]);
+  const std::unique_ptr<float[]> sums(new float[std::min(a.m, most_rows_at_once) * a.n]);
   a.y = sums.get();
   const Numbers* add = bias ? &bias_numbers : nullptr;
-  void* out = y.mutable_data_ptr();
+  char* out = static_cast<char*>(y.mutable_data_ptr());
   const ScalarType type = y.scalar_type();
+  const int64_t bytes = type == ScalarType::Float ? 4 : 2;
   const float* back = nullptr;
   const auto finish = [&](int64_t begin, int64_t end) {
-    if (type == ScalarType::BFloat16) return finish_rows(a, add, back, static_cast<c10::BFloat16*>(out), begin, end);
-    if (type == ScalarType::Half) return finish_rows(a, add, back, static_cast<c10::Half*>(out), begin, end);
-    return finish_rows(a, add, back, static_cast<float*>(out), begin, end);
+    if (type == ScalarType::BFloat16) return finish_rows(a, add, back, reinterpret_cast<c10::BFloat16*>(out), begin, end);
+    if (type == ScalarType::Half) return finish_rows(a, add, back, reinterpret_cast<c10::Half*>(out), begin, end);
+    return finish_rows(a, add, back, reinterpret_cast<float*>(out), begin, end);
+  };
+  // Some rows of x at a time.
+  const auto in_parts = [&](int64_t most, const auto& multiply) {
+    const int64_t rows = a.m;
+    char* const first = out;
+    bool good = true;
+    for (int64_t m = 0; m < rows && good; m += most) {
+      a.m = std::min(rows - m, most);
+      out = first + m * a.n * bytes;
+      Numbers some = x_numbers;
+      some.data = static_cast<const char*>(x_numbers.data) + m * a.k * bytes;
+      good = multiply(some);
+    }
+    a.m = rows, out = first;
+    return good;
   };
   if (given)
     STD_TORCH_CHECK(digits == 1 && given->is_cpu() && given->numel() == 1 && given->scalar_type() == ScalarType::Float,
                     "input_scale must be one float32 on the CPU, and goes with one digit");
-  if (digits && multiply_digits(a, x_numbers, digits, given ? given->const_data_ptr<float>() : nullptr, finish)) return y;
+  const float* const one_scale = given ? given->const_data_ptr<float>() : nullptr;
+  const auto by_digits = [&](const Numbers& some) { return multiply_digits(a, some, digits, one_scale, finish); };
+  if (digits && in_parts(most_rows_at_once, by_digits)) return y;
   STD_TORCH_CHECK(digits != 1, "zero points must be codes, 0..", (1 << a.bits) - 1);
-  const int64_t rows = a.m, row = a.k, n = a.n;
-  float* all = a.y;
-  void* const first = out;
-  const size_t bytes = type == ScalarType::Float ? 4 : 2;
-  for (int64_t m = 0; m < rows; m += most_rows) {
-    a.m = rows - m < most_rows ? rows - m : most_rows;
-    a.y = all + m * n;
-    out = static_cast<char*>(first) + m * n * bytes;
-    Numbers some = x_numbers;
-    some.data = static_cast<const char*>(x_numbers.data) + m * row * bytes;
-    const Raised raised(some, a.m, row);
+  in_parts(most_rows, [&](Numbers some) {
+    const Raised raised(some, a.m, a.k);
     if (raised.numbers) some.data = raised.numbers.get(), some.stored = Stored::float32;
     back = raised.back;
     const InstructionSet& set = instruction_set(instructions);
     if (set.name != instruction_set("").name || !multiply_steps(a, some, finish))
       multiply_floats(a, some, weight.groups, set, finish);
-  }
+    return true;
+  });
   return y;
 }
 
@@ -573,17 +586,15 @@ Tensor dots_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tens
                    std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size) {
   STD_TORCH_CHECK(has_dots(), "this processor has no dot products of bfloat16");
   STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && x_any.scalar_type() == ScalarType::BFloat16, "x must be bfloat16 [..., K] on the CPU");
-  const Tensor x = torch::stable::contiguous(x_any);
+  const Tensor x = dense(x_any);
   Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
   Linear& a = weight.a;
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = a.n;
-  a.m = 1;
-  for (size_t i = 0; i + 1 < shape.size(); i++) a.m *= shape[i];
+  Product product(x, a.n);
+  a.m = product.m;
   std::optional<Tensor> bias;
   Numbers bias_numbers;
   if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor& y = product.y;
   if (a.m == 0 || a.n == 0) return y;
   const uint16_t* given = static_cast<const uint16_t*>(x.const_data_ptr());
   const int64_t stride = stride_of_dots(a.k);

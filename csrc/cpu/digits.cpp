@@ -39,7 +39,8 @@ struct Bytes {
     __m512i quads[3];
     if constexpr (P::count > 1) quads[1] = quads_of<P::bytes(1)>(at[1] + row);
     if constexpr (P::count > 2) quads[2] = quads_of<P::bytes(2)>(at[2] + row);
-    const __m512i widest = _mm512_loadu_si512(at[0] + row);
+    __m512i widest = _mm512_loadu_si512(at[0] + row);
+    asm("" : "+v"(widest));  // read once: a load takes as long as a product
     if constexpr (has_table) {
       take_codes<bits, false>(widest, quads, bytes);
       for (int f = 0; f < P::fields; f++) bytes[f] = _mm512_permutexvar_epi8(bytes[f], table);
@@ -85,8 +86,6 @@ struct Steps {
   const uint8_t* at[Planes<bits>::count];  // planes of the first row
   int64_t stride;                          // bytes from row to row
   uintptr_t ahead;                         // what to fetch for the second-level cache
-  uintptr_t scales_ahead, zeros_ahead;     // the same, of which a step fetches so many bytes
-  int64_t scales_of_step, zeros_of_step;
   const int32_t* group;                    // of each step
   const int32_t* of_lane;
   const int8_t* digits;
@@ -94,29 +93,43 @@ struct Steps {
   const float* of_slice;  // what the lowest digit counts
   int64_t m, slices;      // rows of x, and its slices
   int64_t first;          // group of the first scale
-  const float* scale;     // [R, room]
+  const float* scale;     // [R, room], or four rows of a group together
   const float* zero;
 };
 
-// `count` steps of R rows of the weight times M rows of x, in D digits, added to total [M, R]. A call of its own for many slices,
-// so that nothing but what a step needs is in registers.
-template <int bits, bool has_table, int D, int M, bool in_groups, bool has_zeros>
+// A pointer further on, in a way that keeps a compiler from holding one for each of some steps, for which there are no registers.
+template <typename Pointer>
+inline Pointer moved(Pointer from, int64_t by) {
+  from += by;
+  asm("" : "+r"(from));
+  return from;
+}
+
+// The sums of four lanes of each row, the rows side by side.
+inline __m512i in_quarters(const __m512i* of_row) {
+  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(of_row[0], of_row[1]), _mm512_unpackhi_epi32(of_row[0], of_row[1]));
+  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(of_row[2], of_row[3]), _mm512_unpackhi_epi32(of_row[2], of_row[3]));
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
+
+// `count` steps of R rows of the weight times M rows of x, in D digits, added to total [M, R], or [M] where lanes come together
+// in `quarters`. A call of its own for many slices, so that nothing but what a step needs is in registers.
+template <int bits, bool has_table, int D, int M, bool quarters, bool in_groups, bool has_zeros>
 __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, const Steps<bits>& given, int64_t count,
                                           __m512* total) {
   using P = Planes<bits>;
-  constexpr int F = P::fields;
+  constexpr int F = P::fields, S = quarters ? 1 : R;
   constexpr int64_t steps_of_slice = slice / (64 * F);
   const Bytes<bits, has_table> bytes_of = how;
   const uint8_t* at[P::count];
   for (int p = 0; p < P::count; p++) at[p] = given.at[p];
-  uintptr_t ahead = given.ahead, scales_ahead = given.scales_ahead, zeros_ahead = given.zeros_ahead;
-  const int64_t scales_of_step = given.scales_of_step, zeros_of_step = given.zeros_of_step;
+  uintptr_t ahead = given.ahead;
   const int64_t stride = given.stride, m = given.m, slices = given.slices, first = given.first;
   const int32_t *groups = given.group, *lane = given.of_lane, *sums = given.sums;
   const int8_t* digits = given.digits;
   const float *of_slice = given.of_slice, *const scale = given.scale, *const zero = given.zero;
 
-  __m512 part[R][M];
+  __m512 part[S][M];
   const auto step = [&]() __attribute__((always_inline)) {
     __m512i bytes[R][F];
 #pragma GCC unroll 4
@@ -124,17 +137,13 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
 #pragma GCC unroll 8
     for (int line = 0; line < R * P::bytes_of_step / 64; line++)
       _mm_prefetch(reinterpret_cast<const char*>(ahead + line * 64), _MM_HINT_T1);
-    ahead += R * P::bytes_of_step;
-    _mm_prefetch(reinterpret_cast<const char*>(scales_ahead), _MM_HINT_T1);
-    scales_ahead += scales_of_step;
-    if constexpr (has_zeros) {
-      _mm_prefetch(reinterpret_cast<const char*>(zeros_ahead), _MM_HINT_T1);
-      zeros_ahead += zeros_of_step;
-    }
-    for (int p = 0; p < P::count; p++) at[p] += P::bytes(p);
+    ahead = moved(ahead, R * P::bytes_of_step);
+    for (int p = 0; p < P::count; p++) at[p] = moved(at[p], P::bytes(p));
     const int64_t group = *groups++ - first;
     const auto of_lane = [&](const float* all) {
-      if constexpr (in_groups) return _mm512_set1_ps(all[group]);
+      if constexpr (in_groups && quarters) return _mm512_broadcast_f32x4(_mm_loadu_ps(all + 4 * group));
+      else if constexpr (in_groups) return _mm512_set1_ps(all[group]);
+      else if constexpr (quarters) return _mm512_permutexvar_ps(_mm512_loadu_si512(lane), _mm512_loadu_ps(all + 4 * group));
       else return _mm512_permutexvar_ps(_mm512_loadu_si512(lane), _mm512_loadu_ps(all + group));
     };
 #pragma GCC unroll 4
@@ -153,9 +162,15 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
             sum[r] = _mm512_dpbusd_epi32(d && !f ? _mm512_slli_epi32(sum[r], 8) : sum[r], bytes[r][f], digit);
         }
       }
-      const __m512i share = _mm512_loadu_si512(sums + i * lanes);
+      __m512i share = _mm512_loadu_si512(sums + i * lanes);
+      if constexpr (quarters) {
+        if constexpr (has_zeros) share = _mm512_mullo_epi32(_mm512_castps_si512(of_lane(zero)), share);
+        const __m512 all = _mm512_cvtepi32_ps(_mm512_add_epi32(in_quarters(sum), share));
+        part[0][i] = _mm512_fmadd_ps(all, of_lane(scale), part[0][i]);
+        continue;
+      }
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
+      for (int r = 0; r < S; r++) {
         __m512 all;
         if constexpr (!has_zeros) {
           all = _mm512_cvtepi32_ps(_mm512_add_epi32(sum[r], share));
@@ -168,8 +183,8 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
         part[r][i] = _mm512_fmadd_ps(all, of_lane(scale + r * room), part[r][i]);
       }
     }
-    if constexpr (!in_groups) lane += lanes;
-    digits += m * D * F * 64, sums += m * lanes;
+    if constexpr (!in_groups) lane = moved(lane, lanes);
+    digits = moved(digits, m * D * F * 64), sums = moved(sums, m * lanes);
   };
   const auto take_slice = [&](int64_t steps, auto is_whole) __attribute__((always_inline)) {
     for (auto& of_row : part)
@@ -182,7 +197,7 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
     }
     for (int i = 0; i < M; i++) {
       const __m512 times = _mm512_set1_ps(of_slice[i * slices]);
-      for (int r = 0; r < R; r++) total[i * R + r] = _mm512_fmadd_ps(part[r][i], times, total[i * R + r]);
+      for (int r = 0; r < S; r++) total[i * S + r] = _mm512_fmadd_ps(part[r][i], times, total[i * S + r]);
     }
     of_slice++;
   };
@@ -190,25 +205,30 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
   if (count > 0) take_slice(count, std::false_type());
 }
 
+// The sums of the quarters of a register.
+inline __m128 sums_of(__m512 of) {
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(of), _mm512_extractf32x8_ps(of, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
 // The sums of the lanes of four registers.
 inline __m128 sums_of(const __m512* of) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(of[0], of[1]), _mm512_unpackhi_ps(of[0], of[1]));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(of[2], of[3]), _mm512_unpackhi_ps(of[2], of[3]));
-  const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  return sums_of(_mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)));
 }
 
 // Scales and zero points of the rows of a tile, for the groups of a chunk of columns.
 struct Chunk {
   alignas(64) float scale[R * room];
-  alignas(64) float zero[R * room];  // integers, where there are three digits
+  alignas(64) float zero[R * room];  // integers, where there are three digits or quarters
 };
 
 // Rows of the weight, R at a time, times all rows of x in D digits; what is left over is taken a row at a time, R times over.
-template <int bits, bool has_table, int D, bool in_groups>
+template <int bits, bool has_table, int D, bool quarters, bool in_groups>
 struct Rows {
   using P = Planes<bits>;
+  static constexpr int S = quarters ? 1 : R;  // registers of sums of a row of x
   static constexpr int64_t columns = 64 * P::fields, steps_of_slice = slice / columns;
   const Linear& a;
   const DigitsOfX& x;
@@ -232,6 +252,12 @@ struct Rows {
     if (row >= end) return;
     const int64_t past = from + steps_of_chunk < x.steps ? (((from + steps_of_chunk) * columns) - 1) / a.group + 1 : groups;
     const int64_t first = x.first_group[from], count = past - first;
+    if constexpr (quarters) {
+      const int64_t apart = alone(row) ? 0 : 1;
+      take_scales_in_fours(a, of_byte, row, apart, first, count, unit, to.scale);
+      if (has_zeros) largest_zero = _mm512_max_epu32(largest_zero, take_zeros_in_fours(a, row, apart, first, count, to.zero));
+      return;
+    }
     for (int r = 0; r < R; r++) {
       const int64_t own = alone(row) ? row : row + r;
       take_scales(a, of_byte, own, first, count, unit, to.scale + r * room);
@@ -239,11 +265,12 @@ struct Rows {
       largest_zero = _mm512_max_epu32(largest_zero, take_zeros(a, own, first, count, D < 3, to.zero + r * room));
     }
   }
-  // Where the numbers of the tile behind the next one begin that step s of this one fetches, and how many bytes of them.
-  void fetch(const Numbers& of, int64_t row, int64_t s, uintptr_t& at, int64_t& bytes) const {
-    const int64_t size = of.stored == Stored::float32 ? 4 : of.stored == Stored::bytes ? 1 : 2;
-    bytes = (R * of.stride * size + x.steps - 1) / x.steps;
-    at = reinterpret_cast<uintptr_t>(of.data) + (row + 2 * R) * of.stride * size + s * bytes;
+  // For the second-level cache: the numbers of the tile behind the next one, the part of them that steps from .. to - 1 are of it.
+  void fetch(const Numbers& of, int64_t row, int64_t from, int64_t to) const {
+    const int64_t size = of.stored == Stored::float32 ? 4 : of.stored == Stored::bytes ? 1 : 2, bytes = R * of.stride * size;
+    const uintptr_t at = reinterpret_cast<uintptr_t>(of.data) + row * of.stride * size + 2 * bytes;
+    for (int64_t i = bytes * from / x.steps; i < bytes * to / x.steps; i += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
   }
 
   // Steps s .. s + count - 1 of a tile, of which `steps` says where the weight is, times all rows of x.
@@ -255,8 +282,8 @@ struct Rows {
       constexpr int M = decltype(rows)::value;
       steps.digits = x.digits + (s * a.m + m) * D * columns, steps.sums = x.sums + (s * a.m + m) * lanes;
       steps.of_slice = x.scale + m * slices + s / steps_of_slice;
-      if (has_zeros) take_steps<bits, has_table, D, M, in_groups, true>(bytes_of, steps, count, total + m * R);
-      else take_steps<bits, has_table, D, M, in_groups, false>(bytes_of, steps, count, total + m * R);
+      if (has_zeros) take_steps<bits, has_table, D, M, quarters, in_groups, true>(bytes_of, steps, count, total + m * S);
+      else take_steps<bits, has_table, D, M, quarters, in_groups, false>(bytes_of, steps, count, total + m * S);
     };
     int64_t m = 0;
     for (; m + 4 <= a.m; m += 4) some(m, std::integral_constant<int, 4>());
@@ -266,7 +293,7 @@ struct Rows {
 
   bool run(int64_t row) {
     const std::unique_ptr<Chunk[]> chunks(new Chunk[2]);
-    __m512 total[most_rows_at_once * R];
+    __m512 total[most_rows_at_once * S];
     // Scales are taken one chunk ahead: what was only just stored is slow to read in other sizes.
     take_chunk(row, 0, chunks[0]);
     for (int64_t turn = 0; row < end;) {
@@ -274,7 +301,7 @@ struct Rows {
       const int64_t next = row + (one ? 1 : R), stride = one ? 0 : a.packed_stride;
       const uint8_t* const packed = a.packed + row * a.packed_stride;
       const P planes(packed, a.k);
-      for (int64_t i = 0; i < a.m * R; i++) total[i] = _mm512_setzero_ps();
+      for (int64_t i = 0; i < a.m * S; i++) total[i] = _mm512_setzero_ps();
       for (int64_t from = 0; from < x.steps; from += steps_of_chunk, turn ^= 1) {
         const int64_t to = std::min(from + steps_of_chunk, x.steps), past = std::min(to, whole), first = x.first_group[from];
         take_chunk(to < x.steps ? row : next, to < x.steps ? to : 0, chunks[turn ^ 1]);
@@ -284,8 +311,12 @@ struct Rows {
         // Rows are short and several are read at once, which is more than a processor foresees: what lies two tiles further on,
         // in the order in which it lies, and for the second-level cache, since the first level is full of digits.
         steps.ahead = reinterpret_cast<uintptr_t>(packed) + 2 * R * a.packed_stride + from * R * P::bytes_of_step;
-        fetch(a.scale, row, from, steps.scales_ahead, steps.scales_of_step);
-        fetch(a.zero_point, row, from, steps.zeros_ahead, steps.zeros_of_step);
+        // A page that was not touched for long takes longer still: one byte of it, further ahead.
+        const uintptr_t further = reinterpret_cast<uintptr_t>(packed) + 4 * R * a.packed_stride;
+        for (int64_t at = from * R * P::bytes_of_step; at < to * R * P::bytes_of_step; at += 4096)
+          _mm_prefetch(reinterpret_cast<const char*>(further + at), _MM_HINT_T1);
+        fetch(a.scale, row, from, to);
+        if (has_zeros) fetch(a.zero_point, row, from, to);
         take(steps, from, past - from, chunks[turn], first, total);
         if (past == to) continue;
         LastStep<bits> last[R];
@@ -295,7 +326,7 @@ struct Rows {
         take(steps, whole, 1, chunks[turn], first, total);
       }
       for (int64_t m = 0; m < a.m; m++) {
-        const __m128 sums = sums_of(total + m * R);
+        const __m128 sums = quarters ? sums_of(total[m]) : sums_of(total + m * S);
         if (one) _mm_store_ss(a.y + m * a.n + row, sums);
         else _mm_storeu_ps(a.y + m * a.n + row, sums);
       }
@@ -309,8 +340,13 @@ template <int bits, bool has_table>
 bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
   const auto with = [&](auto digits) {
     constexpr int D = decltype(digits)::value;
-    if (x.group_of_lane) return Rows<bits, has_table, D, false>(a, how, x, end).run(begin);
-    return Rows<bits, has_table, D, true>(a, how, x, end).run(begin);
+    if constexpr (D < 3) {
+      if (x.in_quarters && x.group_of_lane) return Rows<bits, has_table, D, true, false>(a, how, x, end).run(begin);
+      if (x.in_quarters) return Rows<bits, has_table, D, true, true>(a, how, x, end).run(begin);
+    } else {
+      if (!x.group_of_lane) return Rows<bits, has_table, D, false, true>(a, how, x, end).run(begin);
+    }
+    return Rows<bits, has_table, D, false, false>(a, how, x, end).run(begin);
   };
   if (x.count == 1) return with(std::integral_constant<int, 1>());
   if (x.count == 3) return with(std::integral_constant<int, 3>());

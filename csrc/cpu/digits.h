@@ -34,14 +34,20 @@ struct DigitsOfX {
   int64_t steps;
   const int32_t* first_group;   // [steps]
   const int32_t* group_of_lane; // [steps, lanes] counted from the step's first; none where each step is of one group
+  bool in_quarters;             // sums and groups are those of four lanes; group_of_lane: times 4, and the place in the four
   int8_t* digits;               // [steps, m, count, fields, 4 lanes], the highest digit first; words: [steps, m, words, 2, 2 lanes]
   int32_t* sums;                // [steps, m, lanes]: of each lane's numbers; times -offset where there are no zero points, as
-                                // floats where there are and two digits
+                                // floats where there are, two digits and no quarters
   float* scale;                 // [m, slices]: what the lowest digit counts
 };
 
 // Whether the kernels take groups of this size: no lane is of two.
 static inline bool takes_group(int bits, int64_t group, int64_t k) { return group >= k || group % (4 * fields_of(bits)) == 0; }
+
+// Whether the sums of four lanes may come together: no four are of two groups, and so many hold in 32 bits.
+static inline bool takes_quarters(int bits, int lanes, int digits, int64_t group, int64_t k) {
+  return lanes == wide_lanes && digits < 3 && (group >= k || group % (16 * fields_of(bits)) == 0);
+}
 
 #if defined(__x86_64__)
 // take_digits: false where x holds infinity or NaN, which have no digits.

@@ -47,35 +47,46 @@ inline __m256i lanes_of(const __m256i* bytes, const int8_t* digits, int64_t stri
   return sum;
 }
 
-// R rows of the weight times M rows of x from m0 on, in D digits. Rows beyond `end` stand for the last one before it.
-template <int bits, int tables, int largest, int D, int M, int R, bool in_groups>
-bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponents, int64_t m0, int64_t begin,
-          int64_t end) {
+// R rows of the weight times M rows of x from m0 on, in D digits; where fewer are left before `end`, the first one R times.
+template <int bits, int tables, int largest, int D, int M, int R, bool in_groups, bool has_zeros>
+bool tile(const Linear& a, const Bytewise& how, const Codes<bits, tables>& of, const DigitsOfX& x, bool exponents, int64_t m0,
+          int64_t begin, int64_t end) {
   using P = Planes<bits>;
   constexpr int F = P::fields, G = bits == 8 ? 2 : F;  // G: registers of a step's codes
   constexpr bool in_pairs = in_groups && Products<bits, largest>::pairs && !(bits == 8 && D == 3);
   constexpr int64_t columns = 4 * lanes * F, steps_of_slice = slice / columns, steps_of_chunk = chunk / columns;
   constexpr int64_t size = (bits == 8 ? 2 * words_of(D) : D * F) * 32;  // of a step's digits of one row of x
-  const Codes<bits, tables> codes(how);
+  const Codes<bits, tables> codes = of;
   const float unit = a.has_outer ? how.unit * a.outer : how.unit;
   const int64_t slices = (a.k + slice - 1) / slice, whole = a.k / columns, groups = (a.k + a.group - 1) / a.group;
-  const int64_t stride = a.m * size;
-  const bool has_zeros = a.zero_point.data != nullptr, pairs = a.group >= a.k || a.group % (2 * columns) == 0;
-  int64_t row[R];
-  P planes[R];
+  const int64_t m = a.m, stride = m * size;
+  const bool one = end - begin < R, pairs = a.group >= a.k || a.group % (2 * columns) == 0;
   LastStep<bits> last[R];
-  int64_t behind = 0;  // steps that come before what `planes` point to
-  for (int r = 0; r < R; r++) {
-    row[r] = begin + r < end ? begin + r : end - 1;
-    planes[r] = P(a.packed + row[r] * a.packed_stride, a.k);
-    if (whole < x.steps) last[r].copy(planes[r], whole, a.k);
-  }
+  const P planes(a.packed + begin * a.packed_stride, a.k);
+  const uint8_t* at[P::count];
+  for (int p = 0; p < P::count; p++) at[p] = planes.at[p];
+  int64_t apart = one ? 0 : a.packed_stride;  // bytes from row to row
+  if (whole < x.steps)
+    for (int r = 0; r < R; r++) last[r].copy(P(a.packed + begin * a.packed_stride + r * apart, a.k), whole, a.k);
   // What lies two tiles further on, in the order in which it lies, for the second-level cache: rows are short and several are read
-  // at once, which is more than a processor foresees, and the first level is full of digits.
-  const uintptr_t ahead = reinterpret_cast<uintptr_t>(a.packed) + (begin + 2 * R) * a.packed_stride;
+  // at once, which is more than a processor foresees, and the first level is full of digits. A page that was not touched for long
+  // takes longer still: one byte of it, further ahead.
+  uintptr_t ahead = reinterpret_cast<uintptr_t>(a.packed) + (begin + 2 * R) * a.packed_stride;
+  for (int64_t byte = 0; byte < R * whole * P::bytes_of_step; byte += 4096)
+    _mm_prefetch(reinterpret_cast<const char*>(ahead + 2 * R * a.packed_stride + byte), _MM_HINT_T1);
+  const auto fetch = [&](const Numbers& numbers) {
+    const int64_t width = numbers.stored == Stored::float32 ? 4 : numbers.stored == Stored::bytes ? 1 : 2;
+    const int64_t bytes = R * numbers.stride * width;
+    const uintptr_t first = reinterpret_cast<uintptr_t>(numbers.data) + begin * numbers.stride * width + 2 * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(first + i), _MM_HINT_T1);
+  };
+  if (m0 == 0) fetch(a.scale);
+  if (m0 == 0 && has_zeros) fetch(a.zero_point);
   alignas(32) float scale[R][chunk / 4 + 16];
   alignas(32) float zero[R][chunk / 4 + 16];  // integers, where there are three digits
   int largest_zero = 0;
+  const int8_t* digits = x.digits + m0 * size;
+  const int32_t *sums = x.sums + m0 * lanes, *group_of_step = x.first_group, *group_of_lane = x.group_of_lane;
   __m256 total[R][M];
   for (auto& of_row : total)
     for (__m256& t : of_row) t = _mm256_setzero_ps();
@@ -85,9 +96,10 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
     const int64_t first = x.first_group[from];
     const int64_t past = to * columns >= a.k ? groups : (to * columns - 1) / a.group + 1;
     for (int r = 0; r < R; r++) {
-      take_scales(a, exponents, row[r], first, past - first, unit, scale[r]);
+      const int64_t row = one ? begin : begin + r;
+      take_scales(a, exponents, row, first, past - first, unit, scale[r]);
       if (!has_zeros) continue;
-      const int most = take_zeros(a, row[r], first, past - first, D < 3, zero[r]);
+      const int most = take_zeros(a, row, first, past - first, D < 3, zero[r]);
       largest_zero = most > largest_zero ? most : largest_zero;
     }
     for (int64_t s0 = from; s0 < to; s0 += steps_of_slice) {
@@ -96,73 +108,92 @@ bool tile(const Linear& a, const Bytewise& how, const DigitsOfX& x, bool exponen
         for (__m256& p : of_row) p = _mm256_setzero_ps();
       const int64_t s1 = s0 + steps_of_slice < to ? s0 + steps_of_slice : to;
 
-      const auto take_steps = [&](int64_t s, auto count) __attribute__((always_inline)) {
+      const auto take_steps = [&](auto count) __attribute__((always_inline)) {
         constexpr int steps = decltype(count)::value;
-        const int64_t group = x.first_group[s] - first;
-        const int8_t* digits = x.digits + (s * a.m + m0) * size;
-        const int32_t* sums = x.sums + (s * a.m + m0) * lanes;
-        const __m256i of_lane = in_groups ? _mm256_setzero_si256() : bytes32(x.group_of_lane + s * lanes);
+        const int64_t group = *group_of_step - first;
+        const __m256i of_lane = in_groups ? _mm256_setzero_si256() : bytes32(group_of_lane);
         const auto of_group = [&](const float* all) {
           return in_groups ? _mm256_broadcast_ss(all + group) : _mm256_permutevar8x32_ps(_mm256_loadu_ps(all + group), of_lane);
         };
+#pragma GCC unroll 8
         for (int64_t byte = 0; byte < R * P::bytes_of_step * steps; byte += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(ahead + s * R * P::bytes_of_step + byte), _MM_HINT_T1);
+          _mm_prefetch(reinterpret_cast<const char*>(ahead + byte), _MM_HINT_T1);
+        __m256i share[M];
+#pragma GCC unroll 4
+        for (int i = 0; i < M; i++) {
+          share[i] = bytes32(sums + i * lanes);
+          if (steps < 2) continue;
+          const __m256i next = bytes32(sums + (m + i) * lanes);
+          if (!has_zeros || D == 3) share[i] = _mm256_add_epi32(share[i], next);
+          else share[i] = _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(share[i]), _mm256_castsi256_ps(next)));
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           __m256i bytes[steps * G];
-          for (int i = 0; i < steps; i++) codes.take(planes[r], s + i - behind, bytes + i * G);
+#pragma GCC unroll 2
+          for (int i = 0; i < steps; i++) {
+            const uint8_t* own[P::count];
+            for (int p = 0; p < P::count; p++) own[p] = at[p] + i * P::bytes(p);
+            codes.take(own, r * apart, bytes + i * G);
+          }
           const __m256 scales = of_group(scale[r]);
 #pragma GCC unroll 4
-          for (int m = 0; m < M; m++) {
-            const __m256i sum = lanes_of<bits, largest, D, steps>(bytes, digits + m * size, stride);
-            __m256i share = bytes32(sums + m * lanes);
+          for (int i = 0; i < M; i++) {
+            const __m256i sum = lanes_of<bits, largest, D, steps>(bytes, digits + i * size, stride);
             __m256 all;
-            if (!has_zeros || D == 3) {
-              if (steps == 2) share = _mm256_add_epi32(share, bytes32(sums + (a.m + m) * lanes));
-              if (has_zeros) share = _mm256_mullo_epi32(_mm256_castps_si256(of_group(zero[r])), share);
-              all = _mm256_cvtepi32_ps(_mm256_add_epi32(sum, share));
+            if constexpr (!has_zeros) {
+              all = _mm256_cvtepi32_ps(_mm256_add_epi32(sum, share[i]));
+            } else if constexpr (D == 3) {
+              const __m256i less = _mm256_mullo_epi32(_mm256_castps_si256(of_group(zero[r])), share[i]);
+              all = _mm256_cvtepi32_ps(_mm256_add_epi32(sum, less));
             } else {  // no more than 24 bits: exact in floats
-              __m256 in_floats = _mm256_castsi256_ps(share);
-              if (steps == 2) in_floats = _mm256_add_ps(in_floats, _mm256_castsi256_ps(bytes32(sums + (a.m + m) * lanes)));
-              all = _mm256_fmadd_ps(of_group(zero[r]), in_floats, _mm256_cvtepi32_ps(sum));
+              all = _mm256_fmadd_ps(of_group(zero[r]), _mm256_castsi256_ps(share[i]), _mm256_cvtepi32_ps(sum));
             }
-            part[r][m] = _mm256_fmadd_ps(all, scales, part[r][m]);
+            part[r][i] = _mm256_fmadd_ps(all, scales, part[r][i]);
           }
         }
+        for (int p = 0; p < P::count; p++) at[p] += steps * P::bytes(p);
+        ahead += R * P::bytes_of_step * steps;
+        digits += steps * stride, sums += steps * m * lanes, group_of_step += steps;
+        if (!in_groups) group_of_lane += steps * lanes;
       };
       int64_t s = s0;
       if constexpr (in_pairs)
-        for (; pairs && s + 2 <= s1 && s + 2 <= whole; s += 2) take_steps(s, std::integral_constant<int, 2>());
+        for (; pairs && s + 2 <= s1 && s + 2 <= whole; s += 2) take_steps(std::integral_constant<int, 2>());
       for (; s < s1; s++) {
         if (s == whole) {
-          behind = whole;
-          for (int r = 0; r < R; r++) planes[r] = last[r].planes;
+          for (int p = 0; p < P::count; p++) at[p] = last[0].bytes[p];
+          apart = sizeof last[0];
         }
-        take_steps(s, std::integral_constant<int, 1>());
+        take_steps(std::integral_constant<int, 1>());
       }
 
-      for (int m = 0; m < M; m++) {
-        const __m256 of_slice = _mm256_set1_ps(x.scale[(m0 + m) * slices + s0 * columns / slice]);
-        for (int r = 0; r < R; r++) total[r][m] = _mm256_fmadd_ps(part[r][m], of_slice, total[r][m]);
+      for (int i = 0; i < M; i++) {
+        const __m256 of_slice = _mm256_set1_ps(x.scale[(m0 + i) * slices + s0 * columns / slice]);
+        for (int r = 0; r < R; r++) total[r][i] = _mm256_fmadd_ps(part[r][i], of_slice, total[r][i]);
       }
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int m = 0; m < M; m++) a.y[(m0 + m) * a.n + row[r]] = sum_of(total[r][m]);
+  for (int r = 0; r < (one ? 1 : R); r++)
+    for (int i = 0; i < M; i++) a.y[(m0 + i) * a.n + begin + r] = sum_of(total[r][i]);
   return largest_zero < 1 << bits;
 }
 
 template <int bits, int tables, int largest, int D, bool in_groups>
 bool rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
   const bool exponents = a.scale.table && are_exponents(a.scale.table);
+  const Codes<bits, tables> codes(how);
   bool good = true;
   // Fewer rows of the weight beside more of x, so that the sums stay in registers.
   for (int64_t row = begin; row < end; row += 4) {
     int64_t m = 0;
     const auto of = [&](auto rows_of_x, auto rows_at_a_time) {
       constexpr int M = decltype(rows_of_x)::value, R = decltype(rows_at_a_time)::value;
-      for (int64_t r = row; r < row + 4 && r < end; r += R)
-        good = tile<bits, tables, largest, D, M, R, in_groups>(a, how, x, exponents, m, r, end) && good;
+      for (int64_t r = row; r < row + 4 && r < end; r += end - r < R ? 1 : R) {
+        const auto take = a.zero_point.data ? tile<bits, tables, largest, D, M, R, in_groups, true>
+                                            : tile<bits, tables, largest, D, M, R, in_groups, false>;
+        good = take(a, how, codes, x, exponents, m, r, end) && good;
+      }
       m += M;
     };
     while (m + 4 <= a.m) of(std::integral_constant<int, 4>(), std::integral_constant<int, 1>());

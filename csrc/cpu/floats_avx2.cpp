@@ -95,11 +95,15 @@ void tile(const Linear& a, const FloatsOfX& x, bool exponents, int64_t m0, int64
       const int64_t lower = x.group_of_quarter[s * 4] - first, upper = x.group_of_quarter[s * 4 + 2] - first;
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        for (int p = 0; p < P::count && s % 2 == 0; p++)  // a line is of two steps
-          _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(planes[r].at[p] + (s - behind) * P::bytes(p)) + ahead), _MM_HINT_T1);
+        const uint8_t* at[P::count];
+        for (int p = 0; p < P::count; p++) {
+          at[p] = planes[r].at[p] + (s - behind) * P::bytes(p);
+          // A line is of two steps.
+          if (s % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(at[p]) + ahead), _MM_HINT_T1);
+        }
         __m256i bytes[F];
-        if constexpr (bits == 8) bytes[0] = bytes32(planes[r].at[0] + (s - behind) * P::bytes(0));
-        else fields.take(planes[r], s - behind, bytes);
+        if constexpr (bits == 8) bytes[0] = bytes32(at[0]);
+        else fields.take(at, 0, bytes);
         __m256 low[M], high[M];
 #pragma GCC unroll 2
         for (int f = 0; f < F; f++) {

@@ -143,8 +143,17 @@ bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOf
         for (int lane = 0; lane < lanes; lane++) {
           int32_t sum = 0;
           for (int c = 0; c < C; c++) sum += integers[s * columns + lane * C + c];
+          sums[lane] = sum;
+        }
+        if (to.in_quarters)
+          for (int lane = 0; lane < lanes; lane += 4) {
+            const int32_t sum = sums[lane] + sums[lane + 1] + sums[lane + 2] + sums[lane + 3];
+            for (int i = 0; i < 4; i++) sums[lane + i] = sum;
+          }
+        for (int lane = 0; lane < lanes; lane++) {
           // Without zero points the share is that of the offset, whatever the row.
-          sums[lane] = !a.zero_point.data ? sum * -how.offset : D < 3 ? bits_of(static_cast<float>(sum)) : sum;
+          if (!a.zero_point.data) sums[lane] *= -how.offset;
+          else if (D < 3 && !to.in_quarters) sums[lane] = bits_of(static_cast<float>(sums[lane]));
         }
       }
       for (int64_t d = count_of_digits - 1; d >= 0; d--) {

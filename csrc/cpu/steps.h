@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "digits.h"
 #include "planes.h"
 
@@ -97,6 +99,105 @@ inline __m512i take_zeros(const Linear& a, int64_t row, int64_t first, int64_t c
     const __m512i less = _mm512_sub_epi32(_mm512_setzero_si512(), zeros);
     return as_floats ? _mm512_cvtepi32_ps(less) : _mm512_castsi512_ps(less);
   });
+  return most;
+}
+
+// Where the numbers of four rows, sixteen of each behind each other, lie among those of sixteen groups, four of each.
+template <typename Place>
+struct Fours {
+  alignas(64) Place of[64];
+  constexpr Fours() : of() {
+    for (int i = 0; i < 64; i++) of[i] = static_cast<Place>(i % 4 * 16 + i / 4);
+  }
+};
+
+// The same of bytes, `next` bytes from row to row.
+inline __m512i fours_of_bytes(const uint8_t* p, int64_t next, __mmask16 mask) {
+  static constexpr Fours<uint8_t> place;
+  __m512i rows = _mm512_zextsi128_si512(_mm_maskz_loadu_epi8(mask, p));
+  rows = _mm512_inserti64x2(rows, _mm_maskz_loadu_epi8(mask, p + next), 1);
+  rows = _mm512_inserti64x2(rows, _mm_maskz_loadu_epi8(mask, p + 2 * next), 2);
+  rows = _mm512_inserti64x2(rows, _mm_maskz_loadu_epi8(mask, p + 3 * next), 3);
+  return _mm512_permutexvar_epi8(_mm512_load_si512(place.of), rows);
+}
+
+// The same of 16 bits, `next` numbers from row to row: eight groups, and the eight behind them.
+inline void fours_of_halves(const uint16_t* p, int64_t next, __mmask16 mask, __m512i* to) {
+  static constexpr Fours<uint16_t> place;
+  const auto rows = [&](int64_t r) {
+    const __m512i first = _mm512_zextsi256_si512(_mm256_maskz_loadu_epi16(mask, p + r * next));
+    return _mm512_inserti64x4(first, _mm256_maskz_loadu_epi16(mask, p + (r + 1) * next), 1);
+  };
+  const __m512i upper = rows(0), lower = rows(2);
+  to[0] = _mm512_permutex2var_epi16(upper, _mm512_load_si512(place.of), lower);
+  to[1] = _mm512_permutex2var_epi16(upper, _mm512_load_si512(place.of + 32), lower);
+}
+
+// The same of floats, a register of each row.
+inline void fours_of_floats(const __m512* row, __m512* to) {
+  const auto pairs = [](__m512 a, __m512 b, auto upper) {
+    const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+    return _mm512_castpd_ps(decltype(upper)::value ? _mm512_unpackhi_pd(x, y) : _mm512_unpacklo_pd(x, y));
+  };
+  constexpr std::false_type lower;
+  constexpr std::true_type upper;
+  const __m512 ab = _mm512_unpacklo_ps(row[0], row[1]), cd = _mm512_unpacklo_ps(row[2], row[3]);
+  const __m512 above_ab = _mm512_unpackhi_ps(row[0], row[1]), above_cd = _mm512_unpackhi_ps(row[2], row[3]);
+  // Each holds every fourth group.
+  const __m512 a = pairs(ab, cd, lower), b = pairs(ab, cd, upper);
+  const __m512 c = pairs(above_ab, above_cd, lower), d = pairs(above_ab, above_cd, upper);
+  const __m512 ab0 = _mm512_shuffle_f32x4(a, b, 0x44), ab1 = _mm512_shuffle_f32x4(a, b, 0xee);
+  const __m512 cd0 = _mm512_shuffle_f32x4(c, d, 0x44), cd1 = _mm512_shuffle_f32x4(c, d, 0xee);
+  to[0] = _mm512_shuffle_f32x4(ab0, cd0, 0x88), to[1] = _mm512_shuffle_f32x4(ab0, cd0, 0xdd);
+  to[2] = _mm512_shuffle_f32x4(ab1, cd1, 0x88), to[3] = _mm512_shuffle_f32x4(ab1, cd1, 0xdd);
+}
+
+inline __mmask16 first_of(int64_t count) { return static_cast<__mmask16>(count < 16 ? (1u << count) - 1 : ~0u); }
+
+// Scales of four rows, `next` rows apart, times `unit` from group `first` on: four of a group, then those of the next one. Up to
+// fifteen groups more than `count` may be written.
+inline void take_scales_in_fours(const Linear& a, const ByteScales& of_byte, int64_t row, int64_t next, int64_t first,
+                                 int64_t count, float unit, float* to) {
+  const __m512 times = _mm512_set1_ps(unit);
+  const int64_t stride = next * a.scale.stride;
+  for (int64_t i = 0; i < count; i += 16, to += 64) {
+    const int64_t at = row * a.scale.stride + first + i;
+    const __mmask16 mask = first_of(count - i);
+    __m512 found[4];
+    if (a.scale.stored == Stored::bfloat16) {
+      __m512i halves[2];
+      fours_of_halves(static_cast<const uint16_t*>(a.scale.data) + at, stride, mask, halves);
+      const auto wide = [](__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); };
+      for (int h = 0; h < 2; h++)
+        found[2 * h] = wide(_mm512_castsi512_si256(halves[h])), found[2 * h + 1] = wide(_mm512_extracti64x4_epi64(halves[h], 1));
+    } else if (a.scale.stored == Stored::bytes && a.scale.table && of_byte.short_numbers) {
+      const __m512i bytes = fours_of_bytes(static_cast<const uint8_t*>(a.scale.data) + at, stride, mask);
+      of_byte(_mm512_castsi512_si256(bytes), found[0], found[1]);
+      of_byte(_mm512_extracti64x4_epi64(bytes, 1), found[2], found[3]);
+    } else {
+      __m512 rows[4];
+      for (int r = 0; r < 4; r++) rows[r] = numbers_at(a.scale, at + r * stride, mask);
+      fours_of_floats(rows, found);
+    }
+    for (int f = 0; f < 4; f++) _mm512_storeu_ps(to + 16 * f, _mm512_mul_ps(found[f], times));
+  }
+}
+
+// The same of zero points with a minus, as integers; the largest of them.
+inline __m512i take_zeros_in_fours(const Linear& a, int64_t row, int64_t next, int64_t first, int64_t count, float* to) {
+  __m512i most = _mm512_setzero_si512();
+  const int64_t stride = a.zero_point.stride;
+  const uint8_t* bytes = static_cast<const uint8_t*>(a.zero_point.data) + row * stride + first;
+  const auto put = [&](int64_t group, __m128i four_groups) {
+    const __m512i zeros = _mm512_cvtepu8_epi32(four_groups);
+    most = _mm512_max_epu32(most, zeros);
+    _mm512_storeu_si512(to + 4 * group, _mm512_sub_epi32(_mm512_setzero_si512(), zeros));
+  };
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512i fours = fours_of_bytes(bytes + i, next * stride, first_of(count - i));
+    put(i, _mm512_castsi512_si128(fours)), put(i + 4, _mm512_extracti64x2_epi64(fours, 1));
+    put(i + 8, _mm512_extracti64x2_epi64(fours, 2)), put(i + 12, _mm512_extracti64x2_epi64(fours, 3));
+  }
   return most;
 }
 

@@ -116,19 +116,20 @@ struct Codes {
     bytes[1] = _mm256_and_si256(odd, threes), bytes[3] = _mm256_and_si256(_mm256_srli_epi16(odd, 4), threes);
   }
 
-  // The bytes of a step, field by field; of eight bits the even ones and the odd ones as words.
-  void take(const P& planes, int64_t step, __m256i* bytes) const {
-    __m256i widest = bytes32(planes.at[0] + step * P::bytes(0));
+  // The bytes of a step, field by field; of eight bits the even ones and the odd ones as words. `at`: the step in each plane of a
+  // row, from which this one is so many bytes away.
+  void take(const uint8_t* const* at, int64_t row, __m256i* bytes) const {
+    __m256i widest = bytes32(at[0] + row);
     if constexpr (P::count == 1 && !tables) widest = _mm256_xor_si256(widest, flipped);
     if constexpr (bits == 8) {
       bytes[0] = _mm256_and_si256(widest, _mm256_set1_epi16(255));
       bytes[1] = _mm256_srli_epi16(widest, 8);
       return;
     }
-    if constexpr (bits == 3 && !tables) return take_three(widest, spread<16>(planes.at[1] + step * 16), bytes);
+    if constexpr (bits == 3 && !tables) return take_three(widest, spread<16>(at[1] + row), bytes);
     __m256i narrower[2];
-    if constexpr (P::count > 1) narrower[0] = spread<P::bytes(1)>(planes.at[1] + step * P::bytes(1));
-    if constexpr (P::count > 2) narrower[1] = spread<P::bytes(2)>(planes.at[2] + step * P::bytes(2));
+    if constexpr (P::count > 1) narrower[0] = spread<P::bytes(1)>(at[1] + row);
+    if constexpr (P::count > 2) narrower[1] = spread<P::bytes(2)>(at[2] + row);
     take_field<0>(widest, narrower, bytes);
   }
 };
