@@ -94,7 +94,7 @@ struct Cost {
 };
 // What blocks that fill more than half of the device take more, since no other kernel can begin before they end; and which part
 // of the time for columns, since they share the memory.
-constexpr float crowded = 0.12f, shared_memory = 1.2f;
+constexpr float crowded = 1.0f, shared_memory = 1.12f;
 
 // How many clusters of one to four blocks, whose multiprocessors they have for themselves, are on a device at once: not as many
 // as there are multiprocessors for, since those of a cluster must be neighbours. Asked once for each device.
@@ -143,11 +143,11 @@ struct Cut {
 // need; `takes`: whether there is a kernel for as many rows of x.
 template <class Takes, class Decoding>
 Cut cut_of(const Gemm& a, int64_t k, GemmPlan plan, const AtOnce& at_once, Takes takes, Decoding decoding) {
-  static constexpr Cost costs[] = {{16, 1.45f, 0.1f, 1.2f, 1.27f},
-                                   {32, 2.0f, 0.1f, 1.3f, 1.35f},
-                                   {64, 2.9f, 0.1f, 1.55f, 1.57f},
-                                   {128, 4.0f, 0.1f, 2.65f, 2.23f},
-                                   {256, 6.8f, 0.3f, 5.7f, 4.2f}};
+  static constexpr Cost costs[] = {{16, 1.5f, 0.28f, 1.2f, 1.27f},
+                                   {32, 2.05f, 0.33f, 1.2f, 1.36f},
+                                   {64, 2.45f, 0.38f, 1.4f, 1.74f},
+                                   {128, 3.1f, 0.45f, 2.3f, 2.64f},
+                                   {256, 2.2f, 5.5f, 6.6f, 4.5f}};
   Cut best;
   for (const Cost& cost : costs) {
     if (plan.columns && cost.columns != plan.columns) continue;
