@@ -66,11 +66,11 @@ def multiply(scheme: Scheme, n: int, k: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("shapes", [LLAMA, FUSED], ids=["apart", "fused"])
-@pytest.mark.parametrize("name", ["int4", "int4_sym", "mxfp4", "int8", "fp8"])
-def test_one_row_of_x_meets_every_layer_of_a_llama_in_one_kernel(name, shapes, seen):
+@pytest.mark.parametrize(("name", "most"), [("int4", 2), ("int4_sym", 2), ("mxfp4", 2), ("int8", 1), ("fp8", 1)])
+def test_one_row_of_x_meets_the_layers_of_a_llama_in_few_kernels(name, most, shapes, seen):
     for n, k in shapes:
         multiply(SCHEMES[name], n, k, 1)
-    assert len(seen) == 1
+    assert 1 <= len(seen) <= most  # of four bits those for many rows and for few
 
 
 def test_products_on_the_tensor_cores_share_theirs_but_for_the_sum_of_their_parts(seen):

@@ -120,13 +120,15 @@ def takes_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
     return plain and whole and dtype != torch.float32 and scheme.zero_point != "float"
 
 
-_ROWS_ENOUGH = 1024  # weights of as many rows share one compiled kernel; of fewer its blocks would leave processors idle
+_ROWS_ENOUGH = 1024  # weights of as many rows share a compiled kernel; of fewer its blocks would leave processors idle
+_ROWS_PLENTY = 8192  # of as many another, with blocks of twice the rows
 
 
 def _wide(n: int, k: int) -> Block:
     quads = max(k // 32, 1)
     warps = 4 if quads >= 128 else 2 if quads >= 64 else 1
-    return {"ROWS": 8 if n >= _ROWS_ENOUGH else 1, "QUADS": 32 * warps, "num_warps": warps}
+    rows = 8 if n >= _ROWS_PLENTY else 4 if n >= _ROWS_ENOUGH else 1
+    return {"ROWS": rows, "QUADS": 32 * warps, "num_warps": warps}
 
 
 def narrow(n: int, k: int) -> Block:
