@@ -16,9 +16,12 @@ import torch
 from lowbit.scheme import Scheme
 
 from . import tables
-from .decodings import FLOATS, INTEGERS, decoding
+from .decodings import FLOATS, INTEGERS, TABLE, decoding
 
-__all__ = ["KERNELS", "Block", "block", "bucket", "candidates", "fixed", "is_block", "key", "narrow", "rule", "takes_wide"]
+__all__ = [
+    "KERNELS", "Block", "block", "bucket", "candidates", "fitted", "fixed", "held", "is_block", "key", "narrow", "rule",
+    "takes_wide",
+]  # fmt: skip
 
 Block = Mapping[str, int]
 KERNELS = ("gemv", "gemm", "eights")
@@ -33,7 +36,8 @@ _FIELDS = {
 }
 _MOST = {"num_warps": 16, "STAGES": 8, "PARTS": 64}
 _PROCESSORS = 132  # multiprocessors, of an H200
-_SHARED = 220 * 1024  # bytes that a block may hold there, less what scales and results take
+_SHARED = 227 * 1024  # bytes that a block may hold there
+_SLACK = 32 * 1024  # of them for scales, zero points, and numbers on their way from thread to thread
 
 _fixed: ContextVar[tuple[str, Block] | None] = ContextVar("lowbit_fixed_block", default=None)
 
@@ -52,8 +56,8 @@ def _chosen(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtyp
         measured = tables.measured(device)
         for name in (key(kernel, scheme, m, n, k), key(kernel, scheme.bits, m, n, k)):
             if (found := measured.get(name)) is not None and is_block(kernel, found):
-                return found
-    return rule(kernel, scheme, dtype, m, n, k)
+                return fitted(kernel, found, scheme, dtype, k, _shared_memory(device))
+    return fitted(kernel, rule(kernel, scheme, dtype, m, n, k), scheme, dtype, k, _shared_memory(device))
 
 
 @contextlib.contextmanager
@@ -163,6 +167,49 @@ def _eights(m: int) -> Block:
     return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "STAGES": 3}
 
 
+# ---- what a block holds ------------------------------------------------------------------------------------------
+
+
+def held(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: int) -> int:
+    """The most bytes of shared memory that a block of ``gemm`` or ``eights`` takes, as the compiler lays it out: of every stage
+    both factors, and, of two stages or where K ends within a step, the numbers of codes that it looks up in a table."""
+    stages = chosen["STAGES"]
+    if kernel == "eights":
+        return stages * chosen["BLOCK_K"] * (chosen["BLOCK_M"] + chosen["BLOCK_N"]) + _SLACK
+    columns = 8 * chosen["WORDS"]
+    codes = columns * chosen["BLOCK_N"] * scheme.bits // 8
+    numbers = 0
+    if decoding(scheme.format).kind == TABLE and (k % columns or stages <= 2):
+        numbers = max(stages - 1, 1) * columns * chosen["BLOCK_N"] * 4
+    return stages * (columns * chosen["BLOCK_M"] * dtype.itemsize + codes) + numbers + _SLACK
+
+
+def fitted(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: int, most: int | None) -> Block:
+    """``chosen``, or with fewer stages, then with smaller tiles, what holds at most ``most`` bytes of shared memory."""
+    if most is None or kernel == "gemv":
+        return chosen
+    found = dict(chosen)
+    while held(kernel, found, scheme, dtype, k) > most:
+        if found["STAGES"] > 2:
+            found["STAGES"] -= 1
+        elif max(found["BLOCK_N"], found["BLOCK_M"]) > 16:
+            found[max("BLOCK_N", "BLOCK_M", key=lambda name: found[name])] //= 2
+        else:
+            break  # the smallest that there is
+    return found
+
+
+@lru_cache(maxsize=64)
+def _shared_memory(device: torch.device) -> int | None:
+    """Bytes that a block may hold on ``device``; None where nothing limits them (the interpreter)."""
+    if device.type == "cpu":
+        return None
+    from triton.runtime import driver
+
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
 # ---- candidates --------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +219,7 @@ def candidates(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, 
     if kernel == "gemv":
         others = _gemv_candidates(scheme, dtype, n, k)
     elif kernel == "gemm":
-        others = _gemm_candidates(scheme.bits, dtype.itemsize, m, n, k)
+        others = (one for one in _gemm_candidates(m, n, k) if held("gemm", one, scheme, dtype, k) <= _SHARED)
     else:
         others = _eights_candidates(m)
     return [first, *(other for other in others if other != first)]
@@ -189,15 +236,14 @@ def _gemv_candidates(scheme: Scheme, dtype: torch.dtype, n: int, k: int) -> Iter
                 yield {"ROWS": size, name: 32 * warps * times, "num_warps": warps}
 
 
-def _gemm_candidates(bits: int, x_size: int, m: int, n: int, k: int) -> Iterator[dict[str, int]]:
+def _gemm_candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
     block_m = min(128, max(16, _power_above(m)))
     sizes = ((64, 4), (128, 4), (32, 2), (64, 2)) if block_m == 16 else ((128, 4), (64, 4), (128, 8), (256, 8))
     seen = set()
     for each, stages, (block_n, warps) in itertools.product((4, 2, 1, 8), (3, 4, 6, 2), sizes):
         tiles = -(-n // block_n) * -(-m // block_m)
         parts = max(1, min(16, each * _PROCESSORS // tiles, k // 512))
-        held = stages * 16 * (block_n * bits + block_m * 8 * x_size)  # bytes of both factors
-        if held <= _SHARED and (found := (block_n, warps, stages, parts)) not in seen:
+        if (found := (block_n, warps, stages, parts)) not in seen:
             seen.add(found)
             one = {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
             yield one
