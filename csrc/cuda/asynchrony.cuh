@@ -55,8 +55,11 @@ __device__ __forceinline__ bool synchronize_and(int barrier, int threads, bool h
 }
 
 #if LOWBIT_BULK_COPIES
+__device__ __forceinline__ void start_barrier(uint32_t barrier_at, int arrivals = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier_at), "r"(arrivals) : "memory");
+}
 __device__ __forceinline__ void start_barrier(uint64_t* barrier, int arrivals = 1) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+  start_barrier(shared_address(barrier), arrivals);
 }
 
 __device__ __forceinline__ void show_barriers_to_copies() {

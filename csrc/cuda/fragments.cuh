@@ -499,6 +499,8 @@ struct UnitPlan {
     if (!has_zero) p.zero_at = p.scale_at;  // what is read there without need lies in the unit, where nobody writes
     return p;
   }
+  // Bytes from unit to unit where copies of them lie in shared memory: copies to whole lines of 128 bytes are quicker.
+  __host__ __device__ int pitch() const { return (size + 127) / 128 * 128; }
 };
 
 }  // namespace lowbit::cuda

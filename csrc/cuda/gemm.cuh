@@ -49,9 +49,9 @@ struct GemmMemory {
   static constexpr int x = 1024;  // boxes lie on that; barriers come first: where they are is known at once
   int weights, sums, ends, table, total;  // sums, and y, may at the end take the place of the rings
   // `begins`: the address of all this.
-  __host__ __device__ GemmMemory(int unit_size, const Gemm& a, int table_bytes, int begins) {
+  __host__ __device__ GemmMemory(const Gemm& a, int table_bytes, int begins) {
     weights = x + a.x_stages * S::stage_bytes;
-    const int rings = weights + a.weight_stages * tiles_of_block * unit_size, meeting = Meeting<S::columns>(a.blocks).bytes();
+    const int rings = weights + a.weight_stages * tiles_of_block * a.unit.pitch(), meeting = Meeting<S::columns>(a.blocks).bytes();
     sums = a.sums_apart ? rings : x;
     ends = (rings > sums + meeting ? rings : sums + meeting) + 15 & ~15;
     table = ends + rows_of_block * static_cast<int>(sizeof(float2));
@@ -102,8 +102,8 @@ template <class S, int unit_columns>
 struct Weights {
   const uint8_t* from;  // the next unit of the first tile
   int64_t row_bytes;
-  int size, tiles, units;
-  __device__ __forceinline__ Weights(const Gemm& a, const Share& share) : size(a.unit.size) {
+  int size, pitch, tiles, units;
+  __device__ __forceinline__ Weights(const Gemm& a, const Share& share) : size(a.unit.size), pitch(a.unit.pitch()) {
     constexpr int pieces = unit_columns / columns_of_piece(S::columns, unit_columns);
     const int first = share.first / pieces;
     row_bytes = static_cast<int64_t>(a.units_of_row) * size;
@@ -115,7 +115,7 @@ struct Weights {
   // The first unit of each tile: a warp asks for that of its own, sooner than one could for all of them.
   __device__ __forceinline__ void copy_first(const Gemm& a, uint8_t* memory, const Ring& ring, int tile) const {
     if (units > 0 && tile < tiles)
-      copy_expected(memory + tile * size, from + tile * row_bytes, size, ring.full, policy_of(a));
+      copy_expected(memory + tile * pitch, from + tile * row_bytes, size, ring.full, policy_of(a));
   }
   // All others, and how many bytes the first of them have.
   __device__ __forceinline__ void copy(const Gemm& a, uint8_t* memory, Ring ring) {
@@ -129,9 +129,9 @@ struct Weights {
       wait(ring.free + ring.stage, ring.parity ^ 1);
       expect(ring.full + ring.stage, tiles * size);
       const uint8_t* next = from;
-      uint8_t* to = memory + ring.stage * tiles_of_block * size;
+      uint8_t* to = memory + ring.stage * tiles_of_block * pitch;
 #pragma unroll 1
-      for (int t = 0; t < tiles; t++, next += row_bytes, to += size) copy_expected(to, next, size, ring.full + ring.stage, policy);
+      for (int t = 0; t < tiles; t++, next += row_bytes, to += pitch) copy_expected(to, next, size, ring.full + ring.stage, policy);
     }
   }
 };
@@ -216,7 +216,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   GroupScales<S::scaling> scales(unit, a.unit, a.scale_type, lane);
   bool is_last_of_unit = true;
   const auto go_to_piece = [&](int piece) {
-    unit = units + (weights.stage * tiles_of_block + tile) * a.unit.size;
+    unit = units + (weights.stage * tiles_of_block + tile) * a.unit.pitch();
     scales = GroupScales<S::scaling>(unit, a.unit, a.scale_type, lane);
     if (pieces == 1) return;
     const int of_unit = piece % pieces;
@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
     __syncwarp();
     synchronize(begun, S::threads);
   }
-  const GemmMemory<S> at(a.unit.size, a, table_bytes_of<Codes>, shared_address(memory));
+  const GemmMemory<S> at(a, table_bytes_of<Codes>, shared_address(memory));
   const Part part = part_of(a);
   const auto cut = [&](int parts) { return static_cast<int>(a.by_blocks.divide(a.pieces_of_row * parts) >> (part.clusters - 1)); };
   const int mine = part.cluster * a.blocks + part.block;

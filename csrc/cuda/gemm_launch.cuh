@@ -39,7 +39,7 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
   a.pieces_of_row = static_cast<int>((k + piece - 1) / piece);
   const bool is_short = S::columns == 64 && a.unit.columns < 512;  // two stages of such units are soon over
   constexpr int begins = 1024;  // what the system keeps of a block's shared memory
-  const auto memory = [&] { return GemmMemory<S>(a.unit.size, a, table, begins).total; };
+  const auto memory = [&] { return GemmMemory<S>(a, table, begins).total; };
   const auto fit = [&](int least_weights, int least_x) {
     static_assert(most_stages >= 6);
     a.x_stages = S::columns <= 64 ? 6 : 4;
@@ -94,7 +94,7 @@ struct Cost {
 };
 // What blocks that fill more than half of the device take more, since no other kernel can begin before they end; and which part
 // of the time for columns, since they share the memory.
-constexpr float crowded = 1.0f, shared_memory = 1.12f;
+constexpr float crowded = 0.5f, shared_memory = 1.12f;
 
 // How many clusters of one to four blocks, whose multiprocessors they have for themselves, are on a device at once: not as many
 // as there are multiprocessors for, since those of a cluster must be neighbours. Asked once for each device.

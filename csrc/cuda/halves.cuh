@@ -19,11 +19,19 @@
 
 namespace lowbit::cuda {
 
+template <class F>
+constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns;
+// Whether scales may multiply the weights.
+template <class F, Scales scales>
+constexpr bool folds = (scales == Scales::e8m0 || scales == Scales::e4m3) && !F::takes_zero;
+// Whether the first tile meets x while it comes in: else the code grows beyond what that gains.
+template <class F, Scales scales>
+constexpr bool meets_x_early = !folds<F, scales> || units_of_slice<F> == 1;
+
 template <class F, class T, Scales scales, int run, int octets>
 __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_linear(const __grid_constant__ Halves a) {
-  constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns, outputs = outputs_of_tile(octets);
-  constexpr bool folds = (scales == Scales::e8m0 || scales == Scales::e4m3) && !F::takes_zero;
-  constexpr bool meets_x_early = !folds || units_of_slice == 1;  // else the code grows beyond what the first tile gains
+  constexpr int units_of_slice = cuda::units_of_slice<F>, outputs = outputs_of_tile(octets);
+  constexpr bool meets_x_early = cuda::meets_x_early<F, scales>;
   extern __shared__ __align__(128) uint8_t memory[];
   const int lane = threadIdx.x, place = threadIdx.y, turn = threadIdx.z, warp = turn * a.slices_of_pass + place;
   const int thread = warp * 32 + lane, threads = a.slices_of_pass * a.turns * 32;
@@ -43,35 +51,43 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
   let_dependents_start();
   if (a.blocks_of_cluster > 1) arrive_at_cluster();
 #if LOWBIT_BULK_COPIES
-  uint8_t* ring = memory + a.at.ring + warp * a.stages * a.unit.size;
-  uint64_t* barriers = reinterpret_cast<uint64_t*>(memory + a.at.barriers) + warp * a.stages;
+  const int pitch = a.unit.pitch();
+  const uint32_t ring = shared_address(memory) + a.at.ring, barriers = shared_address(memory) + a.at.barriers;
+  const int first_slot = warp * a.stages;  // of the warp
   const uint64_t policy = read_once();
   if (lane == 0) {
 #pragma unroll 1
-    for (int s = 0; s < a.stages; s++) start_barrier(barriers + s);
+    for (int s = 0; s < a.stages; s++) start_barrier(barriers + (first_slot + s) * 8);
     show_barriers_to_copies();
   }
   __syncwarp();
-  int stage = 0, parity = 0, slot = 0;  // where in the ring units are read and copied
-  int next_pass = 0, copied = 0;        // of the warp's units in that pass
-  const auto start_copy = [&] {
-    const int count = next_pass < a.passes ? units_in(next_pass) : 0;
-    if (count <= 0) return;
-    const int slice = units_of_slice == 1 || count == 1 ? copied : copied / 2, tile = turn + slice * a.turns;
-    if (tile < tiles) {
-      if (lane == 0)
-        copy(ring + slot * a.unit.size, bytes_of(next_pass, tile) + (copied - slice * count) * a.unit.size, a.unit.size,
-             barriers + slot, policy);
-      if (++slot == a.stages) slot = 0;
-      copied++;
+  int stage = 0, parity = 0;                                             // where in the ring the next unit is read
+  const int64_t step = int64_t{a.turns} * a.units_of_row * a.unit.size;  // from tile to tile
+  int next_pass = 0, next_tile = turn, units_copied = 0;                 // the next unit that is copied
+  int units_of_next = units_in(0);
+  const uint8_t* from = bytes_of(0, turn);
+  if (units_of_next <= 0) next_tile = tiles;
+  const auto start_copy = [&](int slot) {
+    if (next_tile >= tiles) return;
+    if (lane == 0) copy(ring + (first_slot + slot) * pitch, from, a.unit.size, barriers + (first_slot + slot) * 8, policy);
+    if (units_of_slice > 1) {
+      from += a.unit.size;
+      if (++units_copied < units_of_next) return;
+      from -= units_copied * a.unit.size;
+      units_copied = 0;
     }
-    if (tile + a.turns >= tiles && copied == (slice + 1) * count) next_pass++, copied = 0;
+    from += step;
+    next_tile += a.turns;
+    if (next_tile < tiles || ++next_pass == a.passes) return;
+    units_of_next = units_in(next_pass);
+    if (units_of_next <= 0) return;
+    next_tile = turn, from = bytes_of(next_pass, turn);
   };
-  const auto start_copies = [&](int count) {
+  const auto start_copies = [&](int first, int last) {
 #pragma unroll 1
-    for (; count > 0; count--) start_copy();
+    for (int slot = first; slot < last; slot++) start_copy(slot);
   };
-  start_copies(a.early_stages);
+  start_copies(0, a.early_stages);
 #endif
   const uint2* table = reinterpret_cast<const uint2*>(memory + a.at.table);
   if constexpr (F::parts > 1) {
@@ -99,9 +115,11 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
     SliceOfX<octets> slice;
     slice.start_loads(a, slice_in(pass));
 #if LOWBIT_BULK_COPIES
-    if (pass == 0) {
-      __syncthreads();  // behind the loads of x of all warps, which would else wait behind these
-      start_copies(a.stages - 1 - a.early_stages);
+    if (pass == 0) {  // the loads of x would wait behind these: the first of them has come, or at least all are on their way
+      int first = a.early_stages;
+      if (first == 0) __syncthreads();
+      else if (first < a.stages - 1) first += slice.x[0][0] & a.k >> 31;  // 0, which the compiler cannot know
+      start_copies(first, a.stages - 1);
     }
 #endif
     const auto put_in_order = [&](int step) {
@@ -118,9 +136,9 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
       for (int u = 0; u < units_of_slice; u++) {
         if (u >= units) break;
 #if LOWBIT_BULK_COPIES
-        wait(barriers + stage, parity);
-        start_copy();  // where the unit before this one was
-        const uint8_t* unit = ring + stage * a.unit.size;
+        wait(barriers + (first_slot + stage) * 8, parity);
+        start_copy((stage ? stage : a.stages) - 1);  // where the unit before this one was
+        const uint8_t* unit = memory + a.at.ring + (first_slot + stage) * pitch;
 #else
         const uint8_t* unit = bytes_of(pass, tile) + u * a.unit.size;
 #endif
@@ -133,7 +151,7 @@ __global__ void __launch_bounds__(most_warps_of_halves(octets) * 32, 1) halves_l
         const auto prepare = [&](int step) {
           if constexpr (decltype(is_first)::value) put_in_order(step);
         };
-        if constexpr (folds) {
+        if constexpr (folds<F, scales>) {
           if (may_fold<F, scales, run>(unit + a.unit.scale_at, lane)) {
             products(std::true_type(), prepare);
           } else {

@@ -18,7 +18,7 @@ inline HalvesMemory memory_of(const Halves& a, int octets, int stages, int table
   const int bytes_of_tile = outputs_of_tile(octets) * 4;
   const bool is_one_pass = a.passes == 1, is_one_batch = is_one_pass && most_tiles <= a.tiles_of_batch;
   HalvesMemory at = {};
-  at.x = at.ring + warps * stages * a.unit.size;
+  at.x = at.ring + warps * stages * a.unit.pitch();
   at.partial = at.x + warps * bytes_of_x;
   at.total = at.partial + (is_one_batch ? 1 : 2) * a.tiles_of_batch * a.slices_of_pass * bytes_of_tile;
   at.shares = at.total + (is_one_pass ? 0 : most_tiles * bytes_of_tile);
@@ -37,7 +37,7 @@ constexpr int table_bytes_of_halves<F, std::enable_if_t<(F::table_size > 0)>> = 
 // Tiles to clusters, slices to blocks, passes and warps, and shared memory to what they need.
 template <class F, int octets>
 void share_out(Halves& a, const Gpu& device, bool has_ring, HalvesPlan plan) {
-  constexpr int units_of_slice = columns_of_slice / Unit<F::bits, 0, false>::columns, table_bytes = table_bytes_of_halves<F>;
+  constexpr int table_bytes = table_bytes_of_halves<F>;
   constexpr int most_warps = most_warps_of_halves(octets);
   const int all_slices = std::max((a.k + columns_of_slice - 1) / columns_of_slice, 1);
   const int warps = plan.warps ? std::min(plan.warps, most_warps) : most_warps;
@@ -55,11 +55,13 @@ void share_out(Halves& a, const Gpu& device, bool has_ring, HalvesPlan plan) {
     const int most_tiles = a.fewest_tiles + (a.clusters_with_more > 0);
     a.turns = std::min(warps / a.slices_of_pass, most_tiles);
     const int tiles_of_turn = (most_tiles + a.turns - 1) / a.turns;
-    const int units_of_warp = tiles_of_turn * a.passes * std::min(units_of_slice, a.units_of_row);
+    const int units_of_warp = tiles_of_turn * a.passes * std::min(units_of_slice<F>, a.units_of_row);
     const int fewest = has_ring ? 2 : 0;
     for (int tiles : {tiles_of_turn <= 4 && a.passes == 1 ? tiles_of_turn : 2, 1}) {
       a.tiles_of_batch = a.turns * tiles;
-      a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : 4, units_of_warp)) : 0;
+      // Sixteen rows of x are so many bytes that a ring of 104 KB, and no more, leaves them time to come.
+      const int enough = octets == 1 ? 4 : std::min(4, (104 << 10) / (a.slices_of_pass * a.turns * a.unit.size));
+      a.stages = has_ring ? std::max(fewest, std::min(plan.stages ? plan.stages : enough, units_of_warp)) : 0;
       while (a.stages > fewest && memory_of(a, octets, a.stages, table_bytes).all > device.memory) a.stages--;
       a.at = memory_of(a, octets, a.stages, table_bytes);
       if (a.at.all <= device.memory) return;
@@ -88,9 +90,9 @@ cudaError_t launch_halves_kernel(Halves a, HalvesPlan plan, cudaStream_t stream)
   const bool is_early = has_ring && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
 
   share_out<F, octets>(a, device, has_ring, plan);
-  // One early copy a warp where there is little x: more of them would be ahead of it.
-  const int usual = octets == 1 ? 1 : a.stages - 1;
-  a.early_stages = !is_early ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : usual);
+  // Few early copies a warp: more of them would be ahead of x.
+  const int few = octets == 1 && meets_x_early<F, scales> ? units_of_slice<F> : 1;
+  a.early_stages = !is_early ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : few);
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(a.clusters * a.blocks_of_cluster));
