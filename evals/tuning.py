@@ -124,7 +124,8 @@ def _best(
     x = torch.randn(m, layer.in_features, dtype=dtype, device=layer.packed.device)
     first = best = None
     tried, refused = 0, 0
-    for candidate in blocks.candidates(kernel, layer.scheme, dtype, m, layer.out_features, layer.in_features):
+    most = blocks.shared_memory(layer.packed.device)
+    for candidate in blocks.candidates(kernel, layer.scheme, dtype, m, layer.out_features, layer.in_features, most):
         if tried and clock() >= until:
             break
         try:

@@ -46,3 +46,6 @@ def test_fitted_blocks_hold_no_more_than_the_limit_and_what_fits_is_left_alone(n
     assert blocks.held(kernel, chosen, scheme, dtype, k) <= limit * 1024
     if blocks.held(kernel, rule, scheme, dtype, k) <= limit * 1024:
         assert chosen == rule
+    measured = blocks.candidates(kernel, scheme, dtype, m, n, k, limit * 1024)
+    assert measured[0] == chosen
+    assert all(blocks.held(kernel, one, scheme, dtype, k) <= limit * 1024 for one in measured)

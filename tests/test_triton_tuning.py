@@ -74,7 +74,7 @@ def test_a_bucket_holds_its_m(m):
 def test_candidates_are_blocks_and_begin_with_the_rule(kernel, name, m, n, k, dtype):
     scheme = lowbit.SCHEMES[name]
     found = blocks.candidates(kernel, scheme, dtype, m, n, k)
-    assert found[0] == blocks.rule(kernel, scheme, dtype, m, n, k)
+    assert found[0] == blocks.fitted(kernel, blocks.rule(kernel, scheme, dtype, m, n, k), scheme, dtype, k, 227 * 1024)
     assert all(blocks.is_block(kernel, block) for block in found)
     assert found[0] not in found[1:]
     for block in found if kernel == "gemm" else ():  # both factors of every stage, in what a processor of an H100 has

@@ -20,7 +20,7 @@ from .decodings import FLOATS, INTEGERS, TABLE, decoding
 
 __all__ = [
     "KERNELS", "Block", "block", "bucket", "candidates", "fitted", "fixed", "held", "is_block", "key", "narrow", "rule",
-    "takes_wide",
+    "shared_memory", "takes_wide",
 ]  # fmt: skip
 
 Block = Mapping[str, int]
@@ -56,8 +56,8 @@ def _chosen(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtyp
         measured = tables.measured(device)
         for name in (key(kernel, scheme, m, n, k), key(kernel, scheme.bits, m, n, k)):
             if (found := measured.get(name)) is not None and is_block(kernel, found):
-                return fitted(kernel, found, scheme, dtype, k, _shared_memory(device))
-    return fitted(kernel, rule(kernel, scheme, dtype, m, n, k), scheme, dtype, k, _shared_memory(device))
+                return fitted(kernel, found, scheme, dtype, k, shared_memory(device))
+    return fitted(kernel, rule(kernel, scheme, dtype, m, n, k), scheme, dtype, k, shared_memory(device))
 
 
 @contextlib.contextmanager
@@ -200,7 +200,7 @@ def fitted(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: in
 
 
 @lru_cache(maxsize=64)
-def _shared_memory(device: torch.device) -> int | None:
+def shared_memory(device: torch.device) -> int | None:
     """Bytes that a block may hold on ``device``; None where nothing limits them (the interpreter)."""
     if device.type == "cpu":
         return None
@@ -213,16 +213,19 @@ def _shared_memory(device: torch.device) -> int | None:
 # ---- candidates --------------------------------------------------------------------------------------------------
 
 
-def candidates(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int) -> list[Block]:
-    """The blocks that are worth a measurement, the rule's first."""
-    first = dict(rule(kernel, scheme, dtype, m, n, k))
+def candidates(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int, most: int | None = None) -> list[Block]:
+    """The blocks that are worth a measurement, the rule's first, on a device where each may hold ``most`` bytes of shared memory;
+    None: as many as on an H200."""
+    most = _SHARED if most is None else most
+    first = dict(fitted(kernel, rule(kernel, scheme, dtype, m, n, k), scheme, dtype, k, most))
     if kernel == "gemv":
         others = _gemv_candidates(scheme, dtype, n, k)
     elif kernel == "gemm":
-        others = (one for one in _gemm_candidates(m, n, k) if held("gemm", one, scheme, dtype, k) <= _SHARED)
+        others = _gemm_candidates(m, n, k)
     else:
         others = _eights_candidates(m)
-    return [first, *(other for other in others if other != first)]
+    fit = (other for other in others if kernel == "gemv" or held(kernel, other, scheme, dtype, k) <= most)
+    return [first, *(other for other in fit if other != first)]
 
 
 def _gemv_candidates(scheme: Scheme, dtype: torch.dtype, n: int, k: int) -> Iterator[dict[str, int]]:
