@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-import lowbit_kernels.ops  # noqa: F401 - defines the operators
 from lowbit import SCHEMES, Scheme
-from lowbit.packing import packed_size
 from lowbit_kernels.triton import blocks, gemm, linear
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_triton_variants import weight
 
 NAMES = ("int8", "nf4:g64:fp8_e4m3fn", "int1:g16:fp16", "fp8_e4m3fnuz:g48:e8m0")
 SIZES = ((128, 64, 4096), (127, 64, 4001), (64, 4096, 4008))  # K of whole steps, that ends within a byte, within a step
@@ -60,12 +63,8 @@ def main(capability: int, most: int) -> None:
         for m, n, k in SIZES:
             scheme, dtype = SCHEMES.get(name) or Scheme.parse(name), torch.bfloat16
             chosen = blocks.fitted("gemm", blocks.rule("gemm", scheme, dtype, m, n, k), scheme, dtype, k, most)
-            groups = scheme.groups(k)
-            zero = None if scheme.zero_point_dtype is None else torch.empty(n, groups, dtype=scheme.zero_point_dtype)
-            packed = torch.empty(n, packed_size(scheme.bits, k), dtype=torch.uint8)
             with blocks.fixed("gemm", chosen):
-                weight = (packed, torch.empty(n, groups, dtype=scheme.scale_dtype), zero, None)
-                linear.gemm_linear(torch.empty(m, k, dtype=dtype), *weight, None, scheme)
+                linear.gemm_linear(torch.empty(m, k, dtype=dtype), *weight(scheme, n, k), None, scheme)
             case = {"weight": name, "m": m, "n": n, "k": k, "block": chosen}
             held = blocks.held("gemm", chosen, scheme, dtype, k)
             print(json.dumps({**case, "shared": product.shared(capability), "held": held}), flush=True)
