@@ -16,7 +16,7 @@ from .bound import Bound, Product, direct
 from .build import CUDA
 from .registry import ALL_PLAIN_SCALES, Call, Kernel, register
 
-__all__ = ["available", "digits_linear", "gemm_linear", "halves_linear", "linear"]
+__all__ = ["available", "dequantized_linear", "digits_linear", "gemm_linear", "halves_linear", "linear"]
 
 
 def available() -> str | None:
@@ -125,6 +125,33 @@ def gemm_linear(scheme: Scheme) -> Product:
     return product
 
 
+_CHUNK = 1 << 25  # bytes of a dequantized weight at a time: they stay in the second-level cache of the large GPUs
+
+
+def dequantized_linear(
+    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
+) -> Tensor:
+    """``x @ W.T + bias`` for very many rows of ``x`` and a weight in tiles: torch's own product, some dequantized rows of the
+    weight at a time."""
+    (n, k), how = (packed.shape[0], x.shape[-1]), (scheme.format, scheme.scale, scheme.group_size)
+    most = max(_CHUNK // (2 * max(k, 1)) // 128, 1) * 128
+    dense = x.new_empty(min(n, most), k)
+    if n <= most:
+        torch.ops.lowbit_cuda.tiles_dequantize(dense, packed, scale, zero, outer, *how)
+        return torch.nn.functional.linear(x, dense, bias)
+    rows, y = x.reshape(-1, k), x.new_empty(*x.shape[:-1], n)
+    columns = y.view(-1, n)
+    for first in range(0, n, most):
+        part = dense[: n - first]
+        torch.ops.lowbit_cuda.tiles_dequantize(part, packed, scale, zero, outer, *how, first)
+        out = columns[:, first : first + most]
+        if bias is None:
+            torch.mm(rows, part.t(), out=out)
+        else:
+            torch.addmm(bias[first : first + most], rows, part.t(), out=out)
+    return y
+
+
 def _only_hopper(call: Call) -> str | None:
     return (
         None
@@ -200,6 +227,25 @@ for _name, _formats, _scales, _groups in (
                 tiles=((16, 128, 512), (32, 128, 256), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
             )
         )
+    register(
+        Kernel(
+            _name.replace("halves", "dequantized"),
+            "linear",
+            dequantized_linear,
+            "weights rounded once",
+            devices=frozenset({"cuda"}),
+            layout="tiles",
+            formats=_formats,
+            zero_points=frozenset({"none", "int"}),
+            scales=_scales,
+            groups=_groups,
+            dtypes=frozenset({torch.bfloat16}),
+            m=(65, None),
+            arch=90,
+            available=available,
+            tiles=((128, 16, 512), (256, 16, 64)),
+        )
+    )
     register(
         Kernel(
             _name,

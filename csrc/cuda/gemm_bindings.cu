@@ -3,13 +3,13 @@
 #include <cudaTypedefs.h>
 #include <torch/csrc/stable/library.h>
 
-#include <array>
 #include <atomic>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "gemm_launch.h"
+#include "known_formats.h"
 #include "weight_in_tiles.h"
 
 namespace lowbit::cuda {
@@ -49,46 +49,14 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using namespace lowbit::cuda;
 
-struct Known {
-  const char* name;
-  Family family;
-  int bits;
-  bool is_signed;
-  float factor;
-};
-constexpr Known known_formats[] = {
-    {"int2", Family::int2, 2, true, 1},         {"uint2", Family::int2, 2, false, 1},      {"int3", Family::int3, 3, true, 1},
-    {"uint3", Family::int3, 3, false, 1},       {"int4", Family::int4, 4, true, 1},        {"uint4", Family::int4, 4, false, 1},
-    {"int5", Family::int5, 5, true, 1},         {"uint5", Family::int5, 5, false, 1},      {"int6", Family::int6, 6, true, 1},
-    {"uint6", Family::int6, 6, false, 1},       {"int7", Family::int7, 7, true, 1},        {"uint7", Family::int7, 7, false, 1},
-    {"int8", Family::int8, 8, true, 1},         {"uint8", Family::int8, 8, false, 1},      {"mxint8", Family::int8, 8, true, 0x1p-6f},
-    {"fp4_e2m1", Family::e2m1, 4, false, 1},    {"fp6_e2m3", Family::e2m3, 6, false, 1},   {"fp6_e3m2", Family::e3m2, 6, false, 1},
-    {"fp8_e4m3fn", Family::e4m3, 8, false, 1},  {"fp8_e5m2", Family::e5m2, 8, false, 1},   {"nf4", Family::nf4, 4, false, 1},
-};
-
-ScaleType scale_type_of(const Tensor& scale, const std::string& name) {
-  const ScalarType dtype = scale.scalar_type();
-  if (name == "fp32" && dtype == ScalarType::Float) return ScaleType::float32;
-  if (name == "bf16" && dtype == ScalarType::BFloat16) return ScaleType::bfloat16;
-  if (name == "fp16" && dtype == ScalarType::Half) return ScaleType::float16;
-  if (name == "e8m0" && dtype == ScalarType::Byte) return ScaleType::e8m0;
-  if (name == "fp8_e4m3fn" && dtype == ScalarType::Byte) return ScaleType::e4m3;
-  STD_TORCH_CHECK(false, "scale must be fp32, bf16, fp16, or uint8 codes of e8m0 or fp8_e4m3fn, got ",
-                  torch::headeronly::toString(dtype), " for ", name);
-}
-
 Tensor tiles_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
                     std::optional<Tensor> bias, std::string format, std::string scale_name, int64_t group_size,
                     int64_t columns, int64_t parts, int64_t early, int64_t shared) {
   const ScalarType dtype = x_any.scalar_type();
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
                   "x must be float16 or bfloat16 [..., K] on a CUDA device");
-  const Known* known = nullptr;
-  for (const Known& k : known_formats)
-    if (format == k.name) known = &k;
-  STD_TORCH_CHECK(known != nullptr, "no kernel for weights of the format ", format);
-  STD_TORCH_CHECK(group_size == -1 || group_size == 16 || group_size == 32 || group_size == 64 || group_size == 128,
-                  "group_size must be -1, 16, 32, 64 or 128, got ", group_size);
+  const KnownFormat& known = known_format(format);
+  check_group_size(group_size);
   STD_TORCH_CHECK(columns == 0 || columns == 16 || columns == 32 || columns == 64 || columns == 128 || columns == 256,
                   "columns must be 0 (chosen), 16, 32, 64, 128 or 256, got ", columns);
   STD_TORCH_CHECK(parts >= 0 && parts <= 4, "parts must be 0 (chosen) to 4, got ", parts);
@@ -100,14 +68,14 @@ Tensor tiles_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Ten
   STD_TORCH_CHECK(k > 0 && k % 8 == 0, "x must have a multiple of 8 columns, got ", k);
   Gemm a = {};
   a.scale_type = scale_type_of(scale, scale_name);
-  const WeightInTiles weight(x, k, packed, scale, zero_point, outer, bias, known->bits, group_size, size_of(a.scale_type));
+  const WeightInTiles weight(x, k, packed, scale, zero_point, outer, bias, known.bits, group_size, size_of(a.scale_type));
   a.n = weight.n;
   const auto [shape, m] = ShapeOfProduct(x, a.n);
   STD_TORCH_CHECK(m < (int64_t{1} << 20), "x must have fewer than 2^20 rows, got ", m);
   a.m = static_cast<int>(m);
   a.has_zero = weight.has_zero;
-  a.is_signed = known->is_signed;
-  a.factor = known->factor;
+  a.is_signed = known.is_signed;
+  a.factor = known.factor;
   a.unit = weight.unit;
   for (a.group_shift = 4; 1 << a.group_shift < a.unit.group;) a.group_shift++;
   a.tiles = weight.tiles;
@@ -122,7 +90,7 @@ Tensor tiles_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Ten
   if (!is_on_16_bytes(x.const_data_ptr())) x = torch::stable::clone(x);
   a.y = y.mutable_data_ptr();
 
-  const bool x_is_half = dtype == ScalarType::Half, is_e2m1 = known->family == Family::e2m1, is_nf4 = known->family == Family::nf4;
+  const bool x_is_half = dtype == ScalarType::Half, is_e2m1 = known.family == Family::e2m1, is_nf4 = known.family == Family::nf4;
   const bool has_row_scales = a.unit.groups == 0, is_e4m3 = a.scale_type == ScaleType::e4m3;
   // What float16 does not reach is not rounded to it. Two bits times four are six, and a power of two adds none.
   const bool may_round = !x_is_half || (!is_nf4 && (has_row_scales || a.scale_type == ScaleType::float16 || (is_e2m1 && is_e4m3)));
@@ -141,7 +109,7 @@ Tensor tiles_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Ten
   };
   const GemmPlan plan = {static_cast<int>(columns), static_cast<int>(parts), static_cast<int>(early), static_cast<int>(shared),
                          allocate, &holder};
-  const cudaError_t error = launch_gemm(known->family, x_is_half, a, x.const_data_ptr(), k, may_round, rounds_nothing, plan,
+  const cudaError_t error = launch_gemm(known.family, x_is_half, a, x.const_data_ptr(), k, may_round, rounds_nothing, plan,
                                         static_cast<cudaStream_t>(stream));
   STD_TORCH_CHECK(error == cudaSuccess, "the kernel could not be launched: ", cudaGetErrorString(error));
   return y;
