@@ -112,6 +112,19 @@ def row_of_tiles(m: int) -> str:
 ROWS_OF_TILES = ((2, "cuda_tiles_digits"), (8, "cuda_tiles_halves"), (64, "cuda_tiles_gemm"), (10**9, "cuda_tiles_gemm_rounded"))
 
 
+@pytest.mark.parametrize("scheme", ["int4", "int3_sym", "uint5:row:zint:bf16", "int8", "fp8", "mxfp6", "mxint8"])
+@pytest.mark.parametrize("k", [256, 392])
+def test_parts_of_a_weight_are_dequantized_to_the_same_numbers(scheme, k, monkeypatch):
+    """Rows of the identity give every weight as it is, whatever part of the rows of W it comes with."""
+    monkeypatch.setattr("lowbit_kernels.cuda._CHUNK", 2 * k * 128)
+    w, x = tiles(scheme, 300, k), torch.eye(k, dtype=torch.bfloat16, device="cuda")
+    row = {"mxfp6": "cuda_tiles_dequantized_mx", "mxint8": "cuda_tiles_dequantized_mx"}.get(scheme, "cuda_tiles_dequantized")
+    bias = torch.zeros(300, dtype=torch.bfloat16, device="cuda")
+    with lowbit.strict(row):
+        assert torch.equal(torch.nn.functional.linear(x, w).T, w.dequantize(torch.bfloat16))
+        assert torch.equal(torch.nn.functional.linear(x, w, bias).T, w.dequantize(torch.bfloat16))
+
+
 @pytest.mark.parametrize("scheme", ["int4", "int4_sym", "int8", "int3", "int6", "int5_g32"])
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 9, 64, 300])
 def test_tiles_give_the_same_bits_in_every_run(scheme, m):
