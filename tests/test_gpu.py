@@ -120,9 +120,10 @@ def test_parts_of_a_weight_are_dequantized_to_the_same_numbers(scheme, k, monkey
     w, x = tiles(scheme, 300, k), torch.eye(k, dtype=torch.bfloat16, device="cuda")
     row = {"mxfp6": "cuda_tiles_dequantized_mx", "mxint8": "cuda_tiles_dequantized_mx"}.get(scheme, "cuda_tiles_dequantized")
     bias = torch.zeros(300, dtype=torch.bfloat16, device="cuda")
+    expected = w.dequantize(torch.bfloat16)
     with lowbit.strict(row):
-        assert torch.equal(torch.nn.functional.linear(x, w).T, w.dequantize(torch.bfloat16))
-        assert torch.equal(torch.nn.functional.linear(x, w, bias).T, w.dequantize(torch.bfloat16))
+        assert torch.equal(torch.nn.functional.linear(x, w).T, expected)
+        assert torch.equal(torch.nn.functional.linear(x, w, bias).T, expected)
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int4_sym", "int8", "int3", "int6", "int5_g32"])
