@@ -31,7 +31,7 @@ SCHEMES = (
     "int8", "int4", "int4_sym", "int3", "int2", "int5", "int6", "fp8", "fp6", "fp4", "nf4", "mxfp8", "mxfp6", "mxfp4", "mxint8",
     "nvfp4", "int8_dynamic_activation_int8_weight", "int8_dynamic_activation_int4_weight",
 )  # fmt: skip
-SHAPES = ((1024, 1024), (4096, 4096), (8192, 8192), (28672, 8192))
+SHAPES = ((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (28672, 8192))
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 _GAIN = 0.97  # a row that comes later in the registry's order must be this much quicker to be taken before an earlier one
 
