@@ -8,6 +8,7 @@ measures every row that takes a call and writes the table of this GPU among the 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,6 +89,7 @@ def _entry(recipe: Recipe, n: int, k: int, batches: Sequence[int], device: torch
 def segments(measured: dict[int, dict[str, float]]) -> list[tuple[int | None, str]]:
     """(the largest M, row) pairs from the microseconds of each row at each M, rows in the registry's order."""
     found: list[tuple[int | None, str]] = []
+    before = 0
     for m, rows in sorted(measured.items()):
         best = next(iter(rows))
         for row, us in rows.items():
@@ -95,8 +97,23 @@ def segments(measured: dict[int, dict[str, float]]) -> list[tuple[int | None, st
                 best = row
         if found and found[-1][1] == best:
             found.pop()
+        elif found:
+            found[-1] = (_crossing(before, m, measured, found[-1][1], best), found[-1][1])
         found.append((m, best))
+        before = m
     return [*found[:-1], (None, found[-1][1])] if found else []
+
+
+def _crossing(low: int, high: int, measured: dict[int, dict[str, float]], first: str, then: str) -> int:
+    """The last M, from ``low`` to below ``high``, at which the row ``first`` is no slower than ``then``, as far as straight lines
+    between logarithms tell; ``low`` where one of them was not measured at both."""
+    times = [measured[m].get(row, 0.0) for m in (low, high) for row in (first, then)]
+    if not all(times):
+        return low
+    at_low, at_high = (math.log(times[i + 1] / times[i]) for i in (0, 2))  # of `then` to `first`
+    if not at_high < 0 <= at_low:
+        return low
+    return min(int(low * (high / low) ** (at_low / (at_low - at_high))), high - 1)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,6 +7,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lowbit import Scheme, quantize_
 from lowbit.command import run
@@ -245,6 +247,19 @@ def test_segments_prefer_the_registrys_order_unless_another_row_gains():
     }
     assert crossover.segments(measured) == [(8, "a"), (16, "c"), (None, "b")]
     assert crossover.segments({}) == []
+
+
+@given(st.floats(0.2, 1.0), st.floats(0.0, 0.15), st.floats(4200.0, 7800.0))
+def test_between_two_batches_a_row_ends_where_the_lines_cross(slope, less, crossing):
+    """Times that are powers of M are lines between logarithms, so that the crossing is exact."""
+    times = {m: {"a": m**slope, "b": crossing ** (less + 0.1) * m ** (slope - less - 0.1)} for m in (1024, 4096, 8192)}
+    found = crossover.segments(times)
+    if times[8192]["b"] < 0.97 * times[8192]["a"]:
+        (last, row), end = found
+        assert (row, end) == ("a", (None, "b"))
+        assert crossing - 1.01 <= last <= crossing + 0.01
+    else:
+        assert found == [(None, "a")]
 
 
 @pytest.mark.parametrize("path", sorted(crossovers.FOLDER.glob("*.json")), ids=lambda path: path.stem)
