@@ -167,7 +167,8 @@ bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* gro
                      const Finish& finish) {
   constexpr int64_t line = 64;
   const auto lines = [](int64_t bytes) { return (bytes + line - 1) / line * line; };
-  const int64_t digits = lines(plan.steps * a.m * plan.size * plan.columns), sums = lines(plan.steps * a.m * plan.kernels->lanes * 4);
+  const int64_t digits = lines(plan.steps * a.m * plan.size * plan.columns);
+  const int64_t sums = lines(plan.steps * a.m * plan.kernels->lanes * 4);
   const auto room = lines_of<int8_t>(digits + sums + a.m * plan.slices * 4);
   const Bytewise how = plan.bytewise();
   const DigitsOfX of_x = {plan.count, given, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.in_quarters,
@@ -467,7 +468,8 @@ Tensor digits_prepared(Tensor x, Tensor packed, Tensor scale, std::optional<Tens
   const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
   check_digits(digits, weight.a);
   const DigitsPlan plan(weight.a, static_cast<int>(digits));
-  Prepared made = {Prepared::own_sign(), 0, weight.a, weight.outer_number, checked_scale(input_scale, plan.count), weight.groups, {}, plan, {}};
+  Prepared made = {Prepared::own_sign(), 0, weight.a, weight.outer_number,
+                   checked_scale(input_scale, plan.count), weight.groups, {}, plan, {}};
   std::copy(weight.halves, weight.halves + 256, made.halves);
   bool is_as_given = weight.is_as_given;
   if (bias) {

@@ -79,7 +79,8 @@ struct DigitsPlan {
   DigitsPlan(const Linear& a, int count) : kernels(instruction_set().steps), count(count) {
     STD_TORCH_CHECK(kernels, "this processor has no products of integers for digits");
     Bytewise how;
-    STD_TORCH_CHECK(a.bits > 1 && are_bytes(a, how, table) && fits(a, how, a.zero_point.data), "digits take weights that are small integers");
+    STD_TORCH_CHECK(a.bits > 1 && are_bytes(a, how, table) && fits(a, how, a.zero_point.data),
+                    "digits take weights that are small integers");
     STD_TORCH_CHECK(takes_group(a.bits, a.group, a.k), "digits of ", a.bits, "-bit weights take groups of a multiple of ",
                     4 * fields_of(a.bits), ", got groups of ", a.group);
     has_table = how.table, flipped = how.flipped, offset = how.offset, unit = how.unit;

@@ -36,7 +36,8 @@ struct InstructionSet {
 // Empty: what LOWBIT_CPU names, else the widest that the processor has.
 inline const InstructionSet& instruction_set(const char* asked = "") {
 #if defined(__x86_64__)
-  static const StepKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear, avx512::take_floats, avx512vnni::floats_linear};
+  static const StepKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear, avx512::take_floats,
+                                   avx512vnni::floats_linear};
   static const StepKernels narrow = {narrow_lanes, avx2::take_digits, avx2::digits_linear, avx2::take_floats, avx2::floats_linear};
   // An AVX-512 without integer dot products takes AVX2's digits.
   static const StepKernels narrow_digits = {narrow_lanes, avx2::take_digits, avx2::digits_linear, nullptr, nullptr};
