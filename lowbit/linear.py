@@ -64,7 +64,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         """
         if (fused := self.fused) is not None:
             return fused.part(self._place, x)
-        if isinstance(x, QTensor):
+        if type(x) is not Tensor and isinstance(x, QTensor):
             return self._of_codes(x)
         if (transform := self._modules.get("transform")) is not None:
             x = transform(x)

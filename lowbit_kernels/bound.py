@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from lowbit.scheme import Scheme
 
-__all__ = ["Bound", "Product", "bind", "direct"]
+__all__ = ["Bound", "Product", "bind", "direct", "prepared"]
 
 Product = Callable[..., Tensor]
 
@@ -46,3 +46,48 @@ def bind(run: Product, scheme: Scheme) -> Product:
 def direct(operator: OpOverload) -> Product:
     """The dispatcher's entry of ``operator``, which its Python object only passes arguments on to."""
     return operator._op
+
+
+def prepared(operator: OpOverload, check: OpOverload, launch: OpOverload, *how: Any) -> Product:
+    """``operator`` bound to ``how``, whose weight ``check`` looks at once, for as long as it stays where it is in memory.
+
+    ``check`` takes what ``operator`` does and returns bytes, with which ``launch`` multiplies; none where the weight cannot be
+    read where it lies. Looking at all arguments costs a layer of one row more host time than its kernel. A first call is not
+    prepared: it may be the only one. ``given``: a scale of ``x`` that was found before, behind all else.
+    """
+    multiply, look, again = direct(operator), direct(check), direct(launch)
+    kept: tuple[tuple[int, ...], Tensor | None] = ((), None)  # changed as one, since threads may share a layer
+
+    def product(
+        x: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        outer: Tensor | None,
+        bias: Tensor | None,
+        scheme: Scheme,
+        given: Tensor | None = None,
+    ) -> Tensor:
+        nonlocal kept
+        places = (
+            packed.data_ptr(),
+            packed.numel(),
+            scale.data_ptr(),
+            scale.numel(),
+            0 if zero is None else zero.data_ptr(),
+            0 if outer is None else outer.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if given is None else given.data_ptr(),
+        )
+        known, ready = kept
+        if places == known:
+            if ready is None:
+                ready = look(x, packed, scale, zero, outer, bias, *how, *(() if given is None else (given,)))
+                kept = places, ready
+            if ready.numel():
+                return again(x, ready)
+        else:
+            kept = places, None
+        return multiply(x, packed, scale, zero, outer, bias, *how, *(() if given is None else (given,)))
+
+    return product

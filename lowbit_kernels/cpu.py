@@ -14,12 +14,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from lowbit.formats import FORMATS, Format
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
-from .bound import Bound, Product, direct
+from .bound import Bound, Product, direct, prepared
 from .build import CPU
 from .registry import Call, Kernel, register
 
@@ -55,25 +54,7 @@ def byte_table(name: str) -> Tensor:
 @Bound
 def linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for few rows of ``x``: exact integers times x in float32, rounded once at the end."""
-    return _product(torch.ops.lowbit_cpu.linear.default, scheme)
-
-
-@Bound
-def digits_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times three digits of ``x``."""
-    return _product(torch.ops.lowbit_cpu.digits_linear.default, scheme, 3)
-
-
-@Bound
-def two_digits_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times two digits of ``x``."""
-    return _product(torch.ops.lowbit_cpu.digits_linear.default, scheme, 2)
-
-
-def _product(operator: OpOverload, scheme: Scheme, *more: int) -> Product:
-    multiply = direct(operator)
-    scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
-    how = (number_table(scheme.format), scales, scheme.group_size, *more)
+    multiply, how = direct(torch.ops.lowbit_cpu.linear.default), _how(scheme)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
@@ -81,6 +62,30 @@ def _product(operator: OpOverload, scheme: Scheme, *more: int) -> Product:
         return multiply(x, packed, scale, zero, outer, bias, *how)
 
     return product
+
+
+@Bound
+def digits_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times three digits of ``x``."""
+    return _by_digits(scheme, 3)
+
+
+@Bound
+def two_digits_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times two digits of ``x``."""
+    return _by_digits(scheme, 2)
+
+
+def _how(scheme: Scheme) -> tuple[Tensor, Tensor | None, int]:
+    """What the operators are told of a scheme: the numbers of the codes and of scales that are codes, and the group size."""
+    scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
+    return number_table(scheme.format), scales, scheme.group_size
+
+
+def _by_digits(scheme: Scheme, digits: int) -> Product:
+    ops = torch.ops.lowbit_cpu
+    of = ops.digits_linear.default, ops.digits_prepared.default, ops.prepared_linear.default
+    return prepared(*of, *_how(scheme), digits)
 
 
 def _digits_available() -> str | None:
@@ -164,9 +169,7 @@ register(_OF_DIGITS)
 @Bound
 def quantized_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one digit."""
-    scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
-    how = (number_table(scheme.format), scales, scheme.group_size, 1)
-    multiply = direct(torch.ops.lowbit_cpu.digits_linear.default)
+    multiply = _by_digits(scheme, 1)
 
     def product(
         x: Tensor,
@@ -180,7 +183,7 @@ def quantized_linear(scheme: Scheme) -> Product:
         input_scale: Tensor | None,
     ) -> Tensor:
         given = None if input_scale is None else input_scale.float()
-        return multiply(x, packed, scale, zero_point, outer, bias, *how, given)
+        return multiply(x, packed, scale, zero_point, outer, bias, scheme, given)
 
     return product
 

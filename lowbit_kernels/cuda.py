@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit.scheme import Scheme
 
-from .bound import Bound, Product, direct
+from .bound import Bound, Product, direct, prepared
 from .build import CUDA
 from .registry import ALL_PLAIN_SCALES, Call, Kernel, register
 
@@ -62,52 +62,20 @@ def _kind(scheme: Scheme) -> int:
     return int(fields | (scheme.group_size + 1) << 16)
 
 
-def _prepared(check: Product, multiply: Product, kind: int) -> Product:
-    """A product whose weight ``check`` looks at once, for as long as it stays where it is in memory.
-
-    What looks at all arguments costs a layer of one row more host time than its launch. A first call is not prepared: it may
-    be the only one.
-    """
-    launch = direct(torch.ops.lowbit_cuda.prepared_linear.default)
-    kept: tuple[tuple[int, ...], Tensor | None] = ((), None)  # changed as one, since threads may share a layer
-
-    def product(
-        x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
-    ) -> Tensor:
-        nonlocal kept
-        places = (
-            packed.data_ptr(),
-            packed.numel(),
-            scale.data_ptr(),
-            scale.numel(),
-            0 if zero is None else zero.data_ptr(),
-            0 if outer is None else outer.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-        )
-        known, ready = kept
-        if places != known:
-            kept = places, None
-            return multiply(x, packed, scale, zero, outer, bias, kind)
-        if ready is None:
-            ready = check(x, packed, scale, zero, outer, bias, kind)
-            kept = places, ready
-        return launch(x, ready) if ready.numel() else multiply(x, packed, scale, zero, outer, bias, kind)
-
-    return product
-
-
 @Bound
 def digits_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for one or two rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
     ops = torch.ops.lowbit_cuda
-    return _prepared(direct(ops.digits_prepared.default), direct(ops.digits_linear.default), _kind(scheme))
+    of = ops.digits_linear.default, ops.digits_prepared.default, ops.prepared_linear.default
+    return prepared(*of, _kind(scheme))
 
 
 @Bound
 def halves_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most sixteen rows of ``x`` and a weight in tiles: 16-bit floats on the tensor cores."""
     ops = torch.ops.lowbit_cuda
-    return _prepared(direct(ops.halves_prepared.default), direct(ops.halves_linear.default), _kind(scheme))
+    of = ops.halves_linear.default, ops.halves_prepared.default, ops.prepared_linear.default
+    return prepared(*of, _kind(scheme))
 
 
 @Bound

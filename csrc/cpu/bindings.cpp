@@ -14,16 +14,13 @@
 #include <optional>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "../decode.h"
 #include "../formats.h"
-#include "digits.h"
+#include "digits_plan.h"
 #include "dots.h"
-#include "floats.h"
-#include "linear.h"
-#include "panels.h"
-#include "quantize.h"
+#include "instruction_sets.h"
+#include "prepared.h"
 #include "tensors.h"
 
 namespace {
@@ -32,45 +29,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using namespace lowbit::cpu;
 
-struct InstructionSet {
-  const char* name;
-  bool available;
-  void (*arrange)(const Linear&, const Numbers&, float*);
-  void (*linear)(const Linear&, int64_t, int64_t);
-  void (*panel)(const Linear&, Stored, void*, int64_t, int64_t, int64_t);
-  bool (*quantize)(const Quantize&, int64_t, int64_t);
-};
-
-// The widest first.
-const std::vector<InstructionSet>& instruction_sets() {
-  static const std::vector<InstructionSet> sets = {
-#if defined(__x86_64__)
-      {"avx512",
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"),
-       avx512::arrange, avx512::linear, avx512::panel, avx512::quantize},
-      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), avx2::arrange, avx2::linear, avx2::panel, avx2::quantize},
-#endif
-      {"portable", true, portable::arrange, portable::linear, portable::panel, portable::quantize},
-  };
-  return sets;
-}
-
-// Empty: what LOWBIT_CPU names, else the widest that the processor has.
-const InstructionSet& instruction_set(const std::string& asked) {
-  const char* variable = std::getenv("LOWBIT_CPU");
-  const bool forced = asked.empty() && variable && *variable;
-  const std::string name = forced ? variable : asked;
-  const char* what = forced ? "LOWBIT_CPU" : "instructions";
-  for (const InstructionSet& set : instruction_sets())
-    if (name.empty() ? set.available : name == set.name) {
-      STD_TORCH_CHECK(set.available, "this processor has no ", name, ": leave ", what, " empty to take the best it has");
-      return set;
-    }
-  STD_TORCH_CHECK(false, what, " must be empty, avx512, avx2 or portable, got ", name);
-}
-
-std::string best_instructions() { return instruction_set("").name; }
+std::string best_instructions() { return instruction_set().name; }
 
 Numbers numbers_of(const Tensor& t, const char* name) {
   Numbers numbers;
@@ -101,14 +60,6 @@ Tensor with_dense_rows(const Tensor& t) {
 void check_weight_matrix(const Tensor& t, const char* name, int64_t rows, int64_t columns) {
   STD_TORCH_CHECK(t.is_cpu() && t.dim() == 2 && t.size(0) == rows && t.size(1) == columns, name, " must be a CPU tensor [", rows,
                   ", ", columns, "]");
-}
-
-// Whether the numbers, times `up`, are those of two's complement codes, or of codes without a sign.
-bool are_integers(const float* values, int bits, bool is_signed, float up = 1) {
-  const int sign = is_signed ? 1 << (bits - 1) : 0;
-  for (int code = 0; code < 1 << bits; code++)
-    if (values[code] * up != static_cast<float>((code ^ sign) - sign)) return false;
-  return true;
 }
 
 // Fills `halves` with the numbers; false where one of them is no 16-bit float.
@@ -199,77 +150,9 @@ std::unique_ptr<T[], Freed> lines_of(int64_t count) {
   return std::unique_ptr<T[], Freed>(static_cast<T*>(room));
 }
 
-// Weights as bytes less an offset, times a power of two; false where a format's numbers are not that.
-bool are_bytes(const Linear& a, Bytewise& how, uint8_t* table) {
-  for (int log = 0; log <= 8; log++) {
-    const float up = static_cast<float>(1 << log);
-    const bool is_signed = are_integers(a.values, a.bits, true, up);
-    if (!is_signed && !are_integers(a.values, a.bits, false, up)) continue;
-    const int sign = is_signed ? 1 << (a.bits - 1) : 0;
-    how = {sign, sign, nullptr, 1 / up};
-    return true;
-  }
-  if (a.bits > 6) return false;
-  const int codes = 1 << a.bits;
-  for (int log = 0; log <= 8; log++) {
-    const float up = static_cast<float>(1 << log);
-    float least = 0, most = 0;
-    bool whole = true;
-    for (int code = 0; code < codes && whole; code++) {
-      const float number = a.values[code] * up;
-      whole = std::abs(number) <= 255 && number == std::floor(number);
-      least = number < least ? number : least, most = number > most ? number : most;
-    }
-    if (!whole) continue;
-    if (most - least > 127) return false;  // AVX2 adds products in 16 bits
-    for (int code = 0; code < 64; code++) table[code] = static_cast<uint8_t>(a.values[code % codes] * up - least);
-    how = {0, static_cast<int>(-least), table, 1 / up};
-    return true;
-  }
-  return false;
-}
-
-// Whether the sums of a lane hold in 32 bits: columns of x as integers less than 2^22, times 512 at most.
-bool fits(const Linear& a, const Bytewise& how, bool has_zeros) {
-  int most = (1 << a.bits) - 1;
-  if (!has_zeros) {
-    int least = 255, largest = 0;
-    for (int code = 0; code < 1 << a.bits; code++) {
-      const int byte = how.table ? how.table[code] : code ^ how.flipped;
-      least = byte < least ? byte : least, largest = byte > largest ? byte : largest;
-    }
-    most = std::max(std::abs(least - how.offset), std::abs(largest - how.offset));
-  }
-  return most * 4 * fields_of(a.bits) <= 512;
-}
-
-// Kernels that take a weight a step at a time: digits, and floats where they are better than what the instruction set has.
-struct StepKernels {
-  int lanes;
-  bool (*take_digits)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&);
-  bool (*digits)(const Linear&, const Bytewise&, const DigitsOfX&, int64_t, int64_t);
-  void (*take_floats)(const Linear&, const Numbers&, const FloatsOfX&);
-  void (*floats)(const Linear&, const FloatsOfX&, int64_t, int64_t);
-};
-
-// Those of this processor, or none. One with AVX-512 and no integer dot products takes AVX2's digits.
-const StepKernels* step_kernels() {
-#if defined(__x86_64__)
-  static const StepKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear, avx512::take_floats, avx512vnni::floats_linear};
-  static const StepKernels narrow = {narrow_lanes, avx2::take_digits, avx2::digits_linear, avx2::take_floats, avx2::floats_linear};
-  static const StepKernels narrow_digits = {narrow_lanes, avx2::take_digits, avx2::digits_linear, nullptr, nullptr};
-  const std::string name = instruction_set("").name;
-  if (name == "avx2") return &narrow;
-  if (name != "avx512") return nullptr;
-  return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") ? &wide : &narrow_digits;
-#else
-  return nullptr;
-#endif
-}
-
 // Whether `digits_linear` takes a format with these numbers on this processor.
 bool takes_digits(Tensor values, bool zero_points) {
-  if (!step_kernels()) return false;
+  if (!instruction_set().steps) return false;
   Linear a = {};
   while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
   a.values = values.const_data_ptr<float>();
@@ -278,39 +161,23 @@ bool takes_digits(Tensor values, bool zero_points) {
   return a.bits > 1 && are_bytes(a, how, table) && fits(a, how, zero_points);
 }
 
-// The product by digits of x; false where it cannot be had.
+// The product by digits of x; false where it cannot be had. `groups`: of the plan's steps.
 template <typename Finish>
-bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given, const Finish& finish) {
-  Bytewise how;
-  uint8_t table[64];
-  const int fields = fields_of(a.bits);
-  const StepKernels* const kernels = step_kernels();
-  STD_TORCH_CHECK(kernels, "this processor has no products of integers for digits");
-  STD_TORCH_CHECK(a.bits > 1 && are_bytes(a, how, table) && fits(a, how, a.zero_point.data), "digits take weights that are small integers");
-  STD_TORCH_CHECK(takes_group(a.bits, a.group, a.k), "digits of ", a.bits, "-bit weights take groups of a multiple of ", 4 * fields,
-                  ", got groups of ", a.group);
-  const int lanes = kernels->lanes;
-  const int64_t columns = columns_of(a.bits, lanes), steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
-  const int64_t size = takes_words(a.bits, lanes) ? 2 * words_of(count) : count;  // bytes of a number's digits
-  const bool uniform = a.group >= a.k || a.group % columns == 0;
-  const bool in_quarters = takes_quarters(a.bits, lanes, count, a.group, a.k);
-  const std::unique_ptr<int32_t[]> groups(new int32_t[steps * (uniform ? 1 : 1 + lanes)]);
-  for (int64_t s = 0; s < steps; s++) {
-    groups[s] = static_cast<int32_t>(s * columns / a.group);
-    for (int64_t lane = 0; lane < lanes && !uniform; lane++) {
-      const int32_t group = static_cast<int32_t>((s * columns + lane * 4 * fields) / a.group) - groups[s];
-      groups[steps + s * lanes + lane] = in_quarters ? 4 * group + lane % 4 : group;
-    }
-  }
-  const auto digits = lines_of<int8_t>(steps * a.m * size * columns);
-  const auto sums = lines_of<int32_t>(steps * a.m * lanes);
-  const std::unique_ptr<float[]> scale(new float[a.m * slices]);
-  const int32_t* const of_lane = uniform ? nullptr : groups.get() + steps;
-  const DigitsOfX of_x = {count, given, steps, groups.get(), of_lane, in_quarters, digits.get(), sums.get(), scale.get()};
-  if (!kernels->take_digits(a, how, x, of_x)) return false;
+bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* groups, const Numbers& x, const float* given,
+                     const Finish& finish) {
+  constexpr int64_t line = 64;
+  const auto lines = [](int64_t bytes) { return (bytes + line - 1) / line * line; };
+  const int64_t digits = lines(plan.steps * a.m * plan.size * plan.columns);
+  const int64_t sums = lines(plan.steps * a.m * plan.kernels->lanes * 4);
+  const auto room = lines_of<int8_t>(digits + sums + a.m * plan.slices * 4);
+  const Bytewise how = plan.bytewise();
+  const DigitsOfX of_x = {plan.count, given, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.in_quarters,
+                          room.get(), reinterpret_cast<int32_t*>(room.get() + digits),
+                          reinterpret_cast<float*>(room.get() + digits + sums)};
+  if (!plan.kernels->take_digits(a, how, x, of_x)) return false;
   std::atomic<bool> good{true};
   in_turns(a, [&](int64_t begin, int64_t end) {
-    if (!kernels->digits(a, how, of_x, begin, end)) good = false;
+    if (!plan.kernels->digits(a, how, of_x, begin, end)) good = false;
     finish(begin, end);
   });
   return good;
@@ -319,7 +186,7 @@ bool multiply_digits(Linear& a, const Numbers& x, int count, const float* given,
 // The product in floats, a step at a time; false where it cannot be had.
 template <typename Finish>
 bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
-  const StepKernels* const kernels = step_kernels();
+  const StepKernels* const kernels = instruction_set().steps;
   if (!kernels || !kernels->floats || !takes_floats(a)) return false;
   const int64_t columns = columns_of(a.bits, kernels->lanes), steps = (a.k + columns - 1) / columns;
   const std::unique_ptr<int32_t[]> groups(new int32_t[steps * 4]);
@@ -426,10 +293,13 @@ struct Weight {
   int64_t groups = 0;
   uint16_t halves[256] = {};
   Tensor packed, scale, zero;
+  const float* outer_number = nullptr;
+  bool is_as_given;  // nothing was copied
 
   Weight(const Tensor& packed_any, const Tensor& scale_any, const std::optional<Tensor>& zero_any, const std::optional<Tensor>& outer,
          const Tensor& values, const std::optional<Tensor>& scale_values, int64_t group_size, int64_t k)
       : packed(with_dense_rows(packed_any)), scale(with_dense_rows(scale_any)), zero(scale) {
+    is_as_given = packed.get() == packed_any.get() && scale.get() == scale_any.get();
     STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
     STD_TORCH_CHECK(values.is_cpu() && values.scalar_type() == ScalarType::Float && values.dim() == 1 && values.is_contiguous(),
                     "values must be contiguous float32 [2^bits] on the CPU");
@@ -460,6 +330,7 @@ struct Weight {
     }
     if (zero_any) {
       zero = with_dense_rows(*zero_any);
+      is_as_given = is_as_given && zero.get() == zero_any->get();
       check_weight_matrix(zero, "zero_point", a.n, groups);
       STD_TORCH_CHECK(!a.is_signed, "codes with a sign have no zero point");
       a.zero_point = numbers_of(zero, "zero_point");
@@ -467,7 +338,8 @@ struct Weight {
     if (outer) {
       STD_TORCH_CHECK(outer->is_cpu() && outer->numel() == 1 && outer->scalar_type() == ScalarType::Float,
                       "outer must be one float32 on the CPU");
-      a.outer = *outer->const_data_ptr<float>();
+      outer_number = outer->const_data_ptr<float>();
+      a.outer = *outer_number;
       a.has_outer = true;
     }
   }
@@ -480,37 +352,46 @@ Tensor checked_bias(const Tensor& bias, int64_t n) {
   return dense(bias);
 }
 
-Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
-               std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
-               std::string instructions, const std::optional<Tensor>& given = std::nullopt) {
-  STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && is_float(x_any),
-                  "x must be float32, bfloat16 or float16 [..., K] on the CPU");
-  const Tensor x = dense(x_any);
-  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
-  Linear& a = weight.a;
-  Product product(x, a.n);
-  a.m = product.m;
-  STD_TORCH_CHECK(a.m <= most_rows_at_once || digits == 1, "x must have at most ", most_rows_at_once, " rows, got ", a.m);
-  STD_TORCH_CHECK(!digits || !a.zero_point.data || a.zero_point.stored == Stored::bytes, "digits take zero points that are integers");
-  std::optional<Tensor> bias;
-  Numbers bias_numbers;
-  if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
+// The scale of all rows of x that a product of one digit may be given.
+const float* checked_scale(const std::optional<Tensor>& given, int digits) {
+  if (!given) return nullptr;
+  STD_TORCH_CHECK(digits == 1 && given->is_cpu() && given->numel() == 1 && given->scalar_type() == ScalarType::Float,
+                  "input_scale must be one float32 on the CPU, and goes with one digit");
+  return given->const_data_ptr<float>();
+}
 
-  Tensor& y = product.y;
-  if (a.m == 0 || a.n == 0) return y;
+void check_digits(int64_t digits, const Linear& a) {
+  STD_TORCH_CHECK(digits >= 1 && digits <= 3, "digits must be 1, 2 or 3, got ", digits);
+  STD_TORCH_CHECK(!a.zero_point.data || a.zero_point.stored == Stored::bytes, "digits take zero points that are integers");
+}
+
+void check_x(const Tensor& x) {
+  STD_TORCH_CHECK(x.is_cpu() && x.dim() >= 1 && is_float(x), "x must be float32, bfloat16 or float16 [..., K] on the CPU");
+}
+
+// What a product adds and how it goes: by digits where there is a plan of them.
+struct How {
+  const Numbers* bias = nullptr;
+  const DigitsPlan* plan = nullptr;
+  const int32_t* groups = nullptr;  // of the plan's steps
+  const float* given = nullptr;     // the scale of x
+  const char* instructions = "";
+};
+
+// The rows of x times a weight of `groups` a row, into y.
+void multiply(Linear& a, int64_t groups, const Tensor& x, const Tensor& y, const How& how) {
   Numbers x_numbers = numbers_of(x, "x");
   x_numbers.stride = a.k;
   const std::unique_ptr<float[]> sums(new float[std::min(a.m, most_rows_at_once) * a.n]);
   a.y = sums.get();
-  const Numbers* add = bias ? &bias_numbers : nullptr;
   char* out = static_cast<char*>(y.mutable_data_ptr());
-  const ScalarType type = y.scalar_type();
-  const int64_t bytes = type == ScalarType::Float ? 4 : 2;
+  const Stored type = x_numbers.stored;
+  const int64_t bytes = type == Stored::float32 ? 4 : 2;
   const float* back = nullptr;
   const auto finish = [&](int64_t begin, int64_t end) {
-    if (type == ScalarType::BFloat16) return finish_rows(a, add, back, reinterpret_cast<c10::BFloat16*>(out), begin, end);
-    if (type == ScalarType::Half) return finish_rows(a, add, back, reinterpret_cast<c10::Half*>(out), begin, end);
-    return finish_rows(a, add, back, reinterpret_cast<float*>(out), begin, end);
+    if (type == Stored::bfloat16) return finish_rows(a, how.bias, back, reinterpret_cast<c10::BFloat16*>(out), begin, end);
+    if (type == Stored::float16) return finish_rows(a, how.bias, back, reinterpret_cast<c10::Half*>(out), begin, end);
+    return finish_rows(a, how.bias, back, reinterpret_cast<float*>(out), begin, end);
   };
   // Some rows of x at a time.
   const auto in_parts = [&](int64_t most, const auto& multiply) {
@@ -527,29 +408,117 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
     a.m = rows, out = first;
     return good;
   };
-  if (given)
-    STD_TORCH_CHECK(digits == 1 && given->is_cpu() && given->numel() == 1 && given->scalar_type() == ScalarType::Float,
-                    "input_scale must be one float32 on the CPU, and goes with one digit");
-  const float* const one_scale = given ? given->const_data_ptr<float>() : nullptr;
-  const auto by_digits = [&](const Numbers& some) { return multiply_digits(a, some, digits, one_scale, finish); };
-  if (digits && in_parts(most_rows_at_once, by_digits)) return y;
-  STD_TORCH_CHECK(digits != 1, "zero points must be codes, 0..", (1 << a.bits) - 1);
+  const auto by_digits = [&](const Numbers& some) { return multiply_digits(a, *how.plan, how.groups, some, how.given, finish); };
+  if (how.plan && in_parts(most_rows_at_once, by_digits)) return;
+  STD_TORCH_CHECK(!how.plan || how.plan->count != 1, "zero points must be codes, 0..", (1 << a.bits) - 1);
   in_parts(most_rows, [&](Numbers some) {
     const Raised raised(some, a.m, a.k);
     if (raised.numbers) some.data = raised.numbers.get(), some.stored = Stored::float32;
     back = raised.back;
-    const InstructionSet& set = instruction_set(instructions);
-    if (set.name != instruction_set("").name || !multiply_steps(a, some, finish))
-      multiply_floats(a, some, weight.groups, set, finish);
+    const InstructionSet& set = instruction_set(how.instructions);
+    if (&set != &instruction_set() || !multiply_steps(a, some, finish)) multiply_floats(a, some, groups, set, finish);
     return true;
   });
-  return y;
+}
+
+// By digits of x with a plan made for this call.
+void multiply_planned(Linear& a, int64_t groups, const Tensor& x, const Tensor& y, int digits, How how) {
+  const DigitsPlan plan(a, digits);
+  const std::unique_ptr<int32_t[]> of_steps(new int32_t[plan.numbers_of_groups()]);
+  plan.take_groups(a, of_steps.get());
+  how.plan = &plan, how.groups = of_steps.get();
+  multiply(a, groups, x, y, how);
+}
+
+// Rows of x that a product takes: any number with one digit.
+void check_rows(int64_t m, int digits) {
+  STD_TORCH_CHECK(m <= most_rows_at_once || digits == 1, "x must have at most ", most_rows_at_once, " rows, got ", m);
+}
+
+Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
+               std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
+               const char* instructions, const std::optional<Tensor>& given = std::nullopt) {
+  check_x(x_any);
+  const Tensor x = dense(x_any);
+  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
+  Linear& a = weight.a;
+  const Product product(x, a.n);
+  a.m = product.m;
+  check_rows(a.m, digits);
+  if (digits) check_digits(digits, a);
+  std::optional<Tensor> bias;
+  Numbers bias_numbers;
+  if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
+
+  if (a.m == 0 || a.n == 0) return product.y;
+  How how;
+  how.bias = bias ? &bias_numbers : nullptr, how.given = checked_scale(given, digits), how.instructions = instructions;
+  if (digits)
+    multiply_planned(a, weight.groups, x, product.y, digits, how);
+  else
+    multiply(a, weight.groups, x, product.y, how);
+  return product.y;
+}
+
+// The bytes of what a weight is multiplied with; none where part of it had to be copied, which somebody would have to keep.
+Tensor digits_prepared(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
+                       std::optional<Tensor> bias, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
+                       int64_t digits, std::optional<Tensor> input_scale) {
+  check_x(x);
+  const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
+  check_digits(digits, weight.a);
+  const DigitsPlan plan(weight.a, static_cast<int>(digits));
+  Prepared made = {Prepared::own_sign(), 0, weight.a, weight.outer_number,
+                   checked_scale(input_scale, plan.count), weight.groups, {}, plan, {}};
+  std::copy(weight.halves, weight.halves + 256, made.halves);
+  bool is_as_given = weight.is_as_given;
+  if (bias) {
+    const Tensor checked = checked_bias(*bias, weight.a.n);
+    is_as_given = is_as_given && checked.get() == bias->get();
+    made.bias = numbers_of(checked, "bias");
+  }
+  const int64_t of_steps = plan.numbers_of_groups();
+  if (is_as_given) made.bytes = static_cast<int64_t>(sizeof(Prepared) + of_steps * sizeof(int32_t));
+  const int64_t stride = 1;
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &made.bytes, &stride, aoti_torch_dtype_uint8(),
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  Tensor bytes(handle);
+  if (!is_as_given) return bytes;
+  char* to = static_cast<char*>(bytes.mutable_data_ptr());
+  std::memcpy(to, &made, sizeof(Prepared));
+  plan.take_groups(weight.a, reinterpret_cast<int32_t*>(to + sizeof(Prepared)));
+  return bytes;
+}
+
+// A product whose weight digits_prepared has checked.
+Tensor prepared_linear(Tensor x_any, Tensor prepared) {
+  const Prepared* const p = Prepared::of(prepared);
+  STD_TORCH_CHECK(p, "prepared must be what digits_prepared returned");
+  check_x(x_any);
+  const Tensor x = dense(x_any);
+  const int64_t k = x.size(x.dim() - 1);
+  STD_TORCH_CHECK(k == p->a.k, "x must have the ", p->a.k, " columns that this was prepared for, got ", k);
+  const Product product(x, p->a.n);
+  check_rows(product.m, p->plan.count);
+  Linear a = p->weight();
+  a.m = product.m;
+  if (a.m == 0 || a.n == 0) return product.y;
+  How how;
+  how.bias = p->bias.data ? &p->bias : nullptr, how.given = p->given;
+  if (p->plan.kernels == instruction_set().steps) {
+    how.plan = &p->plan, how.groups = p->steps();
+    multiply(a, p->groups, x, product.y, how);
+  } else {  // LOWBIT_CPU has changed since
+    multiply_planned(a, p->groups, x, product.y, p->plan.count, how);
+  }
+  return product.y;
 }
 
 Tensor linear(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
               std::optional<Tensor> bias, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
               std::string instructions) {
-  return product(0, x, packed, scale, zero_point, outer, bias, values, scale_values, group_size, instructions);
+  return product(0, x, packed, scale, zero_point, outer, bias, values, scale_values, group_size, instructions.c_str());
 }
 
 Tensor digits_linear(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
@@ -565,7 +534,7 @@ void panel(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, 
   STD_TORCH_CHECK(out.is_cpu() && out.dim() == 2 && is_float(out) && out.is_contiguous() && out.size(0) == packed.size(0),
                   "out must be contiguous float32, bfloat16 or float16 [N, K] on the CPU");
   const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, out.size(1));
-  const InstructionSet& set = instruction_set(instructions);
+  const InstructionSet& set = instruction_set(instructions.c_str());
   const Stored type = numbers_of(out, "out").stored;
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const int64_t k = out.size(1), row = k * (type == Stored::float32 ? 4 : 2);
@@ -575,7 +544,7 @@ void panel(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, 
 // Whether `dots_linear` runs on this processor.
 bool has_dots() {
 #if defined(__x86_64__)
-  return std::string(instruction_set("").name) == "avx512" && __builtin_cpu_supports("avx512bf16");
+  return std::string(instruction_set().name) == "avx512" && __builtin_cpu_supports("avx512bf16");
 #else
   return false;
 #endif
@@ -633,7 +602,7 @@ bool quantize(Tensor w_any, Tensor packed, Tensor scale, std::optional<Tensor> z
     STD_TORCH_CHECK(zero->is_contiguous() && zero->scalar_type() == ScalarType::Byte, "zero_point must be contiguous uint8");
     a.zero = static_cast<uint8_t*>(zero->mutable_data_ptr());
   }
-  const InstructionSet& set = instruction_set(instructions);
+  const InstructionSet& set = instruction_set(instructions.c_str());
   std::atomic<bool> good{true};
   Linear size = {};
   size.n = a.n, size.k = a.k;
@@ -659,6 +628,10 @@ STABLE_TORCH_LIBRARY(lowbit_cpu, m) {
       "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
       "Tensor? scale_values, int group_size, int digits, Tensor? input_scale=None) -> Tensor");
   m.def(
+      "digits_prepared(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
+      "Tensor? scale_values, int group_size, int digits, Tensor? input_scale=None) -> Tensor");
+  m.def("prepared_linear(Tensor x, Tensor prepared) -> Tensor");
+  m.def(
       "dots_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
       "Tensor? scale_values, int group_size) -> Tensor");
   m.def("has_dots() -> bool");
@@ -671,6 +644,8 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit_cpu, CompositeExplicitAutograd, m) {
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("digits_linear", TORCH_BOX(&digits_linear));
+  m.impl("digits_prepared", TORCH_BOX(&digits_prepared));
+  m.impl("prepared_linear", TORCH_BOX(&prepared_linear));
   m.impl("dots_linear", TORCH_BOX(&dots_linear));
   m.impl("has_dots", TORCH_BOX(&has_dots));
   m.impl("takes_digits", TORCH_BOX(&takes_digits));

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -18,25 +19,32 @@ inline torch::stable::Tensor dense(const torch::stable::Tensor& t) {
 
 // What x [..., K] times a weight of n rows is written to, and how many rows of x there are.
 struct Product {
-  torch::stable::Tensor y;
   int64_t m = 1;
+  torch::stable::Tensor y;
 
-  Product(const torch::stable::Tensor& x, int64_t n) {
-    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end()), strides(sizes.size());
-    sizes.back() = n;
-    for (size_t i = 0; i + 1 < sizes.size(); i++) m *= sizes[i];
+  Product(const torch::stable::Tensor& x, int64_t n) : y(made(x, n, m)) {}
+
+ private:
+  static AtenTensorHandle made(const torch::stable::Tensor& x, int64_t n, int64_t& m) {
+    constexpr int64_t few = 4;  // dimensions, beyond which there is memory to be asked for
+    const auto of_x = x.sizes();
+    const int64_t dimensions = static_cast<int64_t>(of_x.size());
+    int64_t some[2 * few];
+    std::vector<int64_t> many(dimensions > few ? 2 * dimensions : 0);
+    int64_t *const sizes = dimensions > few ? many.data() : some, *const strides = sizes + dimensions;
+    std::copy(of_x.begin(), of_x.end(), sizes);
+    sizes[dimensions - 1] = n;
+    for (int64_t i = 0; i + 1 < dimensions; i++) m *= sizes[i];
     int64_t step = 1;
-    for (size_t i = sizes.size(); i-- > 0;) {
+    for (int64_t i = dimensions; i-- > 0;) {
       strides[i] = step;
       step *= sizes[i] > 1 ? sizes[i] : 1;
     }
     int32_t dtype = 0;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-    AtenTensorHandle made = nullptr;
-    const int64_t dimensions = static_cast<int64_t>(sizes.size());
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dimensions, sizes.data(), strides.data(), dtype,
-                                                           aoti_torch_device_type_cpu(), 0, &made));
-    y = torch::stable::Tensor(made);
+    AtenTensorHandle y = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dimensions, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &y));
+    return y;
   }
 };
 

@@ -1,0 +1,54 @@
+// Products by digits whose weight was checked before. Most of the time of a small product goes into asking a dozen arguments
+// what they are; a weight that stays where it is need be asked once.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstring>
+#include <type_traits>
+
+#include "digits_plan.h"
+
+namespace lowbit::cpu {
+
+// All that a product takes but x and y, as it lies in a tensor of bytes that whoever prepared it keeps, with the groups of the
+// plan's steps behind it. What its pointers are of lies outside and is kept by the same one.
+struct Prepared {
+  uint64_t sign;   // tells such bytes from others, and from those of another process
+  int64_t bytes;   // with the groups
+  Linear a;        // but m, y and what may have changed
+  const float* outer;  // that and the scale of x are read in each call
+  const float* given;
+  int64_t groups;  // of a row
+  Numbers bias;
+  DigitsPlan plan;
+  uint16_t halves[256];
+
+  static uint64_t own_sign() {
+    static const char here = 0;
+    return 0x6c6f776269740002 ^ reinterpret_cast<uintptr_t>(&here) << 16;
+  }
+
+  // Those of a tensor, or none.
+  static const Prepared* of(const torch::stable::Tensor& t) {
+    if (!t.is_cpu() || t.scalar_type() != torch::headeronly::ScalarType::Byte || !t.is_contiguous()) return nullptr;
+    const int64_t bytes = t.numel();
+    const void* data = t.const_data_ptr();
+    if (bytes < static_cast<int64_t>(sizeof(Prepared)) || reinterpret_cast<uintptr_t>(data) % alignof(Prepared)) return nullptr;
+    const Prepared* p = static_cast<const Prepared*>(data);
+    return p->sign == own_sign() && p->bytes == bytes ? p : nullptr;
+  }
+
+  const int32_t* steps() const { return reinterpret_cast<const int32_t*>(this + 1); }
+
+  // The weight as it is now.
+  Linear weight() const {
+    Linear now = a;
+    if (a.halves) now.halves = halves;
+    if (outer) now.outer = *outer;
+    return now;
+  }
+};
+static_assert(std::is_trivially_copyable_v<Prepared>);
+
+}  // namespace lowbit::cpu
