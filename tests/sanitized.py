@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
-TESTS = ["tests/test_cpu_kernels.py", "tests/test_kernels.py", "-m", "not gpu", "-k", "cpu_ or test_cpu_kernels"]
+FILES = ["tests/test_cpu_kernels.py", "tests/test_cpu_prepared.py", "tests/test_kernels.py"]
+TESTS = [*FILES, "-m", "not gpu", "-k", "cpu_ or test_cpu_kernels"]
 
 
 def build(library: Path, temp: Path) -> str:
