@@ -56,7 +56,7 @@ def prepared(operator: OpOverload, check: OpOverload, launch: OpOverload, *how: 
     prepared: it may be the only one. ``given``: a scale of ``x`` that was found before, behind all else.
     """
     multiply, look, again = direct(operator), direct(check), direct(launch)
-    kept: tuple[tuple[int, ...], Tensor | None] = ((), None)  # changed as one, since threads may share a layer
+    kept: tuple[tuple[Any, ...], Tensor | None] = ((), None)  # changed as one, since threads may share a layer
 
     def product(
         x: Tensor,
@@ -72,11 +72,13 @@ def prepared(operator: OpOverload, check: OpOverload, launch: OpOverload, *how: 
         places = (
             packed.data_ptr(),
             packed.numel(),
+            packed.stride(),
             scale.data_ptr(),
             scale.numel(),
-            0 if zero is None else zero.data_ptr(),
+            scale.stride(),
+            None if zero is None else (zero.data_ptr(), zero.stride()),
             0 if outer is None else outer.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
+            None if bias is None else (bias.data_ptr(), bias.stride()),
             0 if given is None else given.data_ptr(),
         )
         known, ready = kept

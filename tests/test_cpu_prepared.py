@@ -171,6 +171,19 @@ def test_changed_parts_are_seen(recipe: str) -> None:
             layer(x)
 
 
+@pytest.mark.parametrize("name", ["packed", "scale", "zero_point", "bias"])
+@torch.no_grad()
+def test_rows_that_lie_further_apart_than_before_are_seen(name: str) -> None:
+    """The same address and as many numbers, but others."""
+    layer, x = layer_of("int4"), torch.randn(1, 320, dtype=torch.bfloat16)
+    part = getattr(layer, name)
+    wide = torch.cat([part.data, part.data.flip(0)])
+    for rows in (wide[:24], wide[::2], wide[:24]):
+        part.data = rows
+        for _ in range(3):
+            assert torch.equal(layer(x), operator(layer, x))
+
+
 @torch.no_grad()
 def test_a_fixed_scale_of_x_is_read_in_each_call() -> None:
     scheme = Scheme("int8", 32)
