@@ -5,11 +5,20 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 WORDS = [f"w{i}" for i in range(40)]
 
@@ -63,6 +72,20 @@ def exam_and_text(folder: Path) -> Path:
         write_exam(folder, split, "words", ([WORDS[i], *WORDS[i : i + 4], "ABCD"[i % 4]] for i in range(12)))
     (folder / "text.txt").write_text(" ".join(WORDS[i * i % 40] for i in range(600)), encoding="utf-8")
     return folder
+
+
+def exam_of_words(folder: Path) -> Path:
+    """``folder`` with an exam of two subjects that MMLU has and one that it has not."""
+    for split, count in (("dev", 5), ("test", 9)):
+        for subject in ("anatomy", "philosophy", "words"):
+            rows = ([f"w{i} w{i + 1}?", *(f"w{(i * i + j) % 40}" for j in range(4)), "ABCD"[i % 4]] for i in range(count))
+            write_exam(folder, split, subject, rows)
+    return folder
+
+
+def with_tokenizer(folder: Path) -> tuple[nn.Module, Any]:
+    """The model of a folder in fp32, and its tokenizer."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def write_exam(folder: Path, split: str, subject: str, rows: Iterable[Sequence[str]]) -> None:
