@@ -65,6 +65,16 @@ constexpr int table_bytes_of = 0;
 template <class Codes>
 constexpr int table_bytes_of<Codes, std::enable_if_t<(Codes::table_bytes > 0)>> = Codes::table_bytes;
 
+// Stages of x that are passed together: those of a piece, of which the ring then is a multiple, so that where each lies is known
+// from where the first does. Beside a table there is no room for four large ones.
+template <class Codes, class S>
+constexpr int stages_of_run = table_bytes_of<Codes> > 0 && S::columns == 256
+                                  ? 1
+                                  : columns_of_piece(S::columns, Unit<Codes::bits, 0, false>::columns) / S::stage_columns;
+// Whether that is all of the ring.
+template <class Codes, class S>
+constexpr bool is_ring_a_run = S::columns >= 128 && stages_of_run<Codes, S> > 1;
+
 // Whether a code stands for NaN and none for infinity: then one of them makes all sums of its row NaN, whatever x is.
 template <class Codes, class = void>
 constexpr bool has_nan_of = false;
@@ -91,8 +101,22 @@ struct Ring {
     }
     __syncwarp();
   }
-  __device__ void advance() {
-    if (++stage == stages) stage = 0, parity ^= 1;
+  __device__ void advance(int by = 1) {
+    if ((stage += by) == stages) stage = 0, parity ^= 1;
+  }
+};
+
+// The stages of x in runs, by their places in a piece, which are constants.
+template <int run, bool is_all>
+struct Runs : Ring {
+  __device__ explicit Runs(const Ring& ring) : Ring(ring) {}
+  __device__ __forceinline__ int at(int i) const { return (is_all ? 0 : stage) + i % run; }
+  __device__ __forceinline__ void pass(int i) {
+    if ((i + 1) % run) return;
+    if constexpr (is_all)
+      parity ^= 1;
+    else
+      advance(run);
   }
 };
 
@@ -153,7 +177,7 @@ __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_
 // While the tensor cores multiply some batches of codes, the sums of those before are scaled, and the next ones are decoded.
 template <class Codes, class T, class S>
 __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint8_t* memory, const uint8_t* units,
-                                         uint8_t* table, Ring weights, Ring x, float (&total)[S::columns / 2]) {
+                                         uint8_t* table, Ring weights, Ring ring_of_x, float (&total)[S::columns / 2]) {
   constexpr int bits = Codes::bits, batch = S::batch, unit_columns = Unit<bits, 0, false>::columns;
   constexpr int piece_columns = columns_of_piece(S::columns, unit_columns), pieces = unit_columns / piece_columns;
   constexpr int batches = piece_columns / batch;
@@ -190,12 +214,14 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   float2 scale[4] = {};
   uint32_t operand[operands][halves][parts][4];
   Held<bits> held[steps];
-  Ring free = x;  // what the products have read to its end
+  Runs<stages_of_run<Codes, S>, is_ring_a_run<Codes, S>> x(ring_of_x), free = x;  // free: what the products have read to its end
   const auto free_x = [&](int g) {
     if ((g + 1) * batch % S::stage_columns) return;
 #pragma unroll
-    for (int s = 0; s < (batch > S::stage_columns ? batch / S::stage_columns : 1); s++, free.advance())
-      if (lane == 0) arrive(free.free + free.stage);
+    for (int s = g * batch / S::stage_columns; s < (g + 1) * batch / S::stage_columns; s++) {
+      if (lane == 0) arrive(free.free + free.at(s));
+      free.pass(s);
+    }
   };
   const auto add = [&](int g) {  // the sums of the group that ends with a batch
     if constexpr (S::is_exact) {
@@ -293,9 +319,9 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
       uint32_t b = 0;
 #pragma unroll
       for (int i = 0; i < halves; i++) {
-        const int at = (g * batch + i * 16) % S::stage_columns;
-        if (at == 0) wait(x.full + x.stage, x.parity);
-        if (at == 0 || i == 0) b = boxes_of_x + x.stage * (S::stage_bytes / 16);
+        const int stage = (g * batch + i * 16) / S::stage_columns, at = (g * batch + i * 16) % S::stage_columns;
+        if (at == 0) wait(x.full + x.at(stage), x.parity);
+        if (at == 0 || i == 0) b = boxes_of_x + x.at(stage) * (S::stage_bytes / 16);
         if (i == 0) {
           fence_products();
           if (g + ahead < batches) read(g + ahead);
@@ -305,7 +331,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
           Product<S::columns, T>::add(sum_of(g), operand[g % operands][i][p],
                                       b + at / columns_of_box * (S::box_bytes / 16) + at % columns_of_box / 8,
                                       !S::is_exact || i > 0 || p > 0 || g % batches_of_group > 0);
-        if (at + 16 == S::stage_columns) x.advance();
+        if (at + 16 == S::stage_columns) x.pass(stage);
       }
       commit_products();
       if (g + ahead == batches) {

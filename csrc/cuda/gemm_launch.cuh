@@ -38,15 +38,17 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
   const int piece = columns_of_piece(S::columns, a.unit.columns);
   a.pieces_of_row = static_cast<int>((k + piece - 1) / piece);
   const bool is_short = S::columns == 64 && a.unit.columns < 512;  // two stages of such units are soon over
+  constexpr int most_x = S::columns <= 64 ? 6 : 4, run = stages_of_run<Codes, S>;
+  constexpr bool is_fixed = is_ring_a_run<Codes, S>;
+  static_assert(most_stages >= 6 && (is_fixed ? run == most_x : most_x % run == 0));
   constexpr int begins = 1024;  // what the system keeps of a block's shared memory
   const auto memory = [&] { return GemmMemory<S>(a, table, begins).total; };
   const auto fit = [&](int least_weights, int least_x) {
-    static_assert(most_stages >= 6);
-    a.x_stages = S::columns <= 64 ? 6 : 4;
+    a.x_stages = most_x;
     a.weight_stages = std::clamp((a.units_of_row + parts - 1) / parts, 2, 6);
-    while (is_short && a.x_stages > 4 && memory() > most_memory) a.x_stages--;
+    while (is_short && a.x_stages > 4 && memory() > most_memory) a.x_stages -= run;
     while (a.weight_stages > least_weights && memory() > most_memory) a.weight_stages--;
-    while (a.x_stages > least_x && memory() > most_memory) a.x_stages--;
+    while (!is_fixed && a.x_stages > least_x && memory() > most_memory) a.x_stages -= run;
     return memory() <= most_memory;
   };
   a.sums_apart = a.blocks > 1;
