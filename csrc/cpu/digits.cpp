@@ -11,6 +11,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "digits_steps.h"
 #include "steps.h"
 
 namespace lowbit::cpu::avx512vnni {
@@ -77,33 +78,9 @@ struct Bytes {
   }
 };
 
-constexpr int R = 4;  // rows of the weight in a tile: as many as leave the sums in registers
-constexpr int64_t most_groups = chunk / 4, room = most_groups + 48;  // scales taken at a time, and what may be written behind
-
-// What some steps of a tile read, each pointer at the first of them.
+constexpr int64_t room = most_groups + 48;  // scales of a row, and what may be written behind
 template <int bits>
-struct Steps {
-  const uint8_t* at[Planes<bits>::count];  // planes of the first row
-  int64_t stride;                          // bytes from row to row
-  uintptr_t ahead;                         // what to fetch for the second-level cache
-  const int32_t* group;                    // of each step
-  const int32_t* of_lane;
-  const int8_t* digits;
-  const int32_t* sums;
-  const float* of_slice;  // what the lowest digit counts
-  int64_t m, slices;      // rows of x, and its slices
-  int64_t first;          // group of the first scale
-  const float* scale;     // [R, room], or four rows of a group together
-  const float* zero;
-};
-
-// A pointer further on, in a way that keeps a compiler from holding one for each of some steps, for which there are no registers.
-template <typename Pointer>
-inline Pointer moved(Pointer from, int64_t by) {
-  from += by;
-  asm("" : "+r"(from));
-  return from;
-}
+using Steps = cpu::Steps<Planes<bits>>;
 
 // The sums of four lanes of each row, the rows side by side.
 inline __m512i in_quarters(const __m512i* of_row) {
@@ -265,14 +242,6 @@ struct Rows {
       largest_zero = _mm512_max_epu32(largest_zero, take_zeros(a, own, first, count, D < 3, to.zero + r * room));
     }
   }
-  // For the second-level cache: the numbers of the tile behind the next one, the part of them that steps from .. to - 1 are of it.
-  void fetch(const Numbers& of, int64_t row, int64_t from, int64_t to) const {
-    const int64_t size = of.stored == Stored::float32 ? 4 : of.stored == Stored::bytes ? 1 : 2, bytes = R * of.stride * size;
-    const uintptr_t at = reinterpret_cast<uintptr_t>(of.data) + row * of.stride * size + 2 * bytes;
-    for (int64_t i = bytes * from / x.steps; i < bytes * to / x.steps; i += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
-  }
-
   // Steps s .. s + count - 1 of a tile, of which `steps` says where the weight is, times all rows of x.
   void take(Steps<bits>& steps, int64_t s, int64_t count, const Chunk& of, int64_t first, __m512* total) const {
     if (count <= 0) return;
@@ -315,8 +284,8 @@ struct Rows {
         const uintptr_t further = reinterpret_cast<uintptr_t>(packed) + 4 * R * a.packed_stride;
         for (int64_t at = from * R * P::bytes_of_step; at < to * R * P::bytes_of_step; at += 4096)
           _mm_prefetch(reinterpret_cast<const char*>(further + at), _MM_HINT_T1);
-        fetch(a.scale, row, from, to);
-        if (has_zeros) fetch(a.zero_point, row, from, to);
+        fetch(a.scale, row, from, to, x.steps);
+        if (has_zeros) fetch(a.zero_point, row, from, to, x.steps);
         take(steps, from, past - from, chunks[turn], first, total);
         if (past == to) continue;
         LastStep<bits> last[R];

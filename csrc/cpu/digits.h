@@ -45,8 +45,8 @@ struct DigitsOfX {
 static inline bool takes_group(int bits, int64_t group, int64_t k) { return group >= k || group % (4 * fields_of(bits)) == 0; }
 
 // Whether the sums of four lanes may come together: no four are of two groups, and so many hold in 32 bits.
-static inline bool takes_quarters(int bits, int lanes, int digits, int64_t group, int64_t k) {
-  return lanes == wide_lanes && digits < 3 && (group >= k || group % (16 * fields_of(bits)) == 0);
+static inline bool takes_quarters(int bits, int digits, int64_t group, int64_t k) {
+  return digits < 3 && (group >= k || group % (16 * fields_of(bits)) == 0);
 }
 
 #if defined(__x86_64__)

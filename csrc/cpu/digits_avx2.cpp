@@ -4,9 +4,12 @@
 // long as no more than 127 / (largest byte) such sums come together: 128 * 2 * 127 < 2^15. Then they are widened, times 256 where
 // a digit below follows. Bytes of eight bits are multiplied as 16-bit words with two digits in one. Either way the sums are exact:
 // no lane has more than 512 times the 22 bits of x, see `fits`; sums of two steps are only taken together where that is so for
-// both.
+// both. With two digits at most, four lanes of four rows come together before a scale, and zero point, of each is taken at once.
 // What follows is fp32, as with AVX-512: the scales of the groups, those of the slices, the sum of the lanes. No sum depends on
 // the threads.
+#include <algorithm>
+
+#include "digits_steps.h"
 #include "steps_avx2.h"
 
 namespace lowbit::cpu::avx2 {
@@ -17,13 +20,13 @@ template <int bits, int largest>
 struct Products {
   static constexpr bool words = bits == 8;
   static constexpr int together = words ? 1 : 127 / largest;  // sums of pairs that come together in 16 bits
-  // Whether the sums of two steps hold in 32 bits with the 22 of x, or the 15 of two digits beside words.
-  static constexpr bool pairs = words || 2 * largest * 4 * Planes<bits>::fields <= 512;
+  // Whether the sums of two steps hold in 32 bits with the 22 of x.
+  static constexpr bool pairs = 2 * largest * 4 * Planes<bits>::fields <= 512;
 };
 
 // Sums of the lanes of `steps` steps: codes times the digits of one row of x.
 template <int bits, int largest, int D, int steps>
-inline __m256i lanes_of(const __m256i* bytes, const int8_t* digits, int64_t stride) {
+__attribute__((always_inline)) inline __m256i lanes_of(const __m256i* bytes, const int8_t* digits, int64_t stride) {
   using P = Products<bits, largest>;
   constexpr int F = P::words ? 2 : Planes<bits>::fields, count = P::words ? words_of(D) : D;
   __m256i sum = _mm256_setzero_si256();
@@ -47,168 +50,243 @@ inline __m256i lanes_of(const __m256i* bytes, const int8_t* digits, int64_t stri
   return sum;
 }
 
-// R rows of the weight times M rows of x from m0 on, in D digits; where fewer are left before `end`, the first one R times.
-template <int bits, int tables, int largest, int D, int M, int R, bool in_groups, bool has_zeros>
-bool tile(const Linear& a, const Bytewise& how, const Codes<bits, tables>& of, const DigitsOfX& x, bool exponents, int64_t m0,
-          int64_t begin, int64_t end) {
+constexpr int64_t room = most_groups + 16;  // scales of a row, and what may be written behind
+template <int bits>
+using Steps = cpu::Steps<Planes<bits>>;
+
+// The sums of four lanes of each row, the rows side by side.
+inline __m256i in_quarters(const __m256i* of_row) {
+  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(of_row[0], of_row[1]), _mm256_unpackhi_epi32(of_row[0], of_row[1]));
+  const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(of_row[2], of_row[3]), _mm256_unpackhi_epi32(of_row[2], of_row[3]));
+  return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+}
+
+// `count` times U steps of a group of R rows of the weight times M rows of x, in D digits, added to total [M, R], or [M] where
+// lanes come together in `quarters`. A call of its own for many slices, so that nothing but what a step needs is in registers.
+template <int bits, int tables, int largest, int D, int M, int U, bool quarters, bool in_groups, bool has_zeros>
+__attribute__((noinline)) void take_steps(const Codes<bits, tables>& codes_of, const Steps<bits>& given, int64_t count,
+                                          __m256* total) {
   using P = Planes<bits>;
-  constexpr int F = P::fields, G = bits == 8 ? 2 : F;  // G: registers of a step's codes
-  constexpr bool in_pairs = in_groups && Products<bits, largest>::pairs && !(bits == 8 && D == 3);
-  constexpr int64_t columns = 4 * lanes * F, steps_of_slice = slice / columns, steps_of_chunk = chunk / columns;
+  constexpr int F = P::fields, G = bits == 8 ? 2 : F, S = quarters ? 1 : R;  // G: registers of a step's codes
+  constexpr int64_t units_of_slice = slice / (4 * lanes * F * U);
   constexpr int64_t size = (bits == 8 ? 2 * words_of(D) : D * F) * 32;  // of a step's digits of one row of x
-  const Codes<bits, tables> codes = of;
-  const float unit = a.has_outer ? how.unit * a.outer : how.unit;
-  const int64_t slices = (a.k + slice - 1) / slice, whole = a.k / columns, groups = (a.k + a.group - 1) / a.group;
-  const int64_t m = a.m, stride = m * size;
-  const bool one = end - begin < R, pairs = a.group >= a.k || a.group % (2 * columns) == 0;
-  LastStep<bits> last[R];
-  const P planes(a.packed + begin * a.packed_stride, a.k);
+  const Codes<bits, tables> codes = codes_of;
   const uint8_t* at[P::count];
-  for (int p = 0; p < P::count; p++) at[p] = planes.at[p];
-  int64_t apart = one ? 0 : a.packed_stride;  // bytes from row to row
-  if (whole < x.steps)
-    for (int r = 0; r < R; r++) last[r].copy(P(a.packed + begin * a.packed_stride + r * apart, a.k), whole, a.k);
-  // What lies two tiles further on, in the order in which it lies, for the second-level cache: rows are short and several are read
-  // at once, which is more than a processor foresees, and the first level is full of digits. A page that was not touched for long
-  // takes longer still: one byte of it, further ahead.
-  uintptr_t ahead = reinterpret_cast<uintptr_t>(a.packed) + (begin + 2 * R) * a.packed_stride;
-  for (int64_t byte = 0; byte < R * whole * P::bytes_of_step; byte += 4096)
-    _mm_prefetch(reinterpret_cast<const char*>(ahead + 2 * R * a.packed_stride + byte), _MM_HINT_T1);
-  const auto fetch = [&](const Numbers& numbers) {
-    const int64_t width = numbers.stored == Stored::float32 ? 4 : numbers.stored == Stored::bytes ? 1 : 2;
-    const int64_t bytes = R * numbers.stride * width;
-    const uintptr_t first = reinterpret_cast<uintptr_t>(numbers.data) + begin * numbers.stride * width + 2 * bytes;
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(first + i), _MM_HINT_T1);
-  };
-  if (m0 == 0) fetch(a.scale);
-  if (m0 == 0 && has_zeros) fetch(a.zero_point);
-  alignas(32) float scale[R][chunk / 4 + 16];
-  alignas(32) float zero[R][chunk / 4 + 16];  // integers, where there are three digits
-  int largest_zero = 0;
-  const int8_t* digits = x.digits + m0 * size;
-  const int32_t *sums = x.sums + m0 * lanes, *group_of_step = x.first_group, *group_of_lane = x.group_of_lane;
-  __m256 total[R][M];
-  for (auto& of_row : total)
-    for (__m256& t : of_row) t = _mm256_setzero_ps();
+  for (int p = 0; p < P::count; p++) at[p] = given.at[p];
+  uintptr_t ahead = given.ahead;
+  const int64_t stride = given.stride, m = given.m, slices = given.slices, first = given.first;
+  const int32_t *groups = given.group, *lane = given.of_lane, *sums = given.sums;
+  const int8_t* digits = given.digits;
+  const float *of_slice = given.of_slice, *const scale = given.scale, *const zero = given.zero;
+  const int64_t apart = M == 1 && m == 1 ? size : m * size;  // bytes from a step's digits to the next one's
 
-  for (int64_t from = 0; from < x.steps; from += steps_of_chunk) {
-    const int64_t to = from + steps_of_chunk < x.steps ? from + steps_of_chunk : x.steps;
-    const int64_t first = x.first_group[from];
-    const int64_t past = to * columns >= a.k ? groups : (to * columns - 1) / a.group + 1;
-    for (int r = 0; r < R; r++) {
-      const int64_t row = one ? begin : begin + r;
-      take_scales(a, exponents, row, first, past - first, unit, scale[r]);
-      if (!has_zeros) continue;
-      const int most = take_zeros(a, row, first, past - first, D < 3, zero[r]);
-      largest_zero = most > largest_zero ? most : largest_zero;
-    }
-    for (int64_t s0 = from; s0 < to; s0 += steps_of_slice) {
-      __m256 part[R][M];
-      for (auto& of_row : part)
-        for (__m256& p : of_row) p = _mm256_setzero_ps();
-      const int64_t s1 = s0 + steps_of_slice < to ? s0 + steps_of_slice : to;
-
-      const auto take_steps = [&](auto count) __attribute__((always_inline)) {
-        constexpr int steps = decltype(count)::value;
-        const int64_t group = *group_of_step - first;
-        const __m256i of_lane = in_groups ? _mm256_setzero_si256() : bytes32(group_of_lane);
-        const auto of_group = [&](const float* all) {
-          return in_groups ? _mm256_broadcast_ss(all + group) : _mm256_permutevar8x32_ps(_mm256_loadu_ps(all + group), of_lane);
-        };
+  for (; count > 0; count -= units_of_slice) {
+    __m256 part[S][M];
+    for (auto& of_row : part)
+      for (__m256& p : of_row) p = _mm256_setzero_ps();
+    const int64_t units = count < units_of_slice ? count : units_of_slice;
+    for (int64_t u = 0; u < units; u++) {
 #pragma GCC unroll 8
-        for (int64_t byte = 0; byte < R * P::bytes_of_step * steps; byte += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(ahead + byte), _MM_HINT_T1);
-        __m256i share[M];
+      for (int64_t byte = 0; byte < R * P::bytes_of_step * U; byte += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + byte), _MM_HINT_T1);
+      // The narrower planes of all rows come first: what they give waits longest, and a processor looks only so far ahead.
+      __m256i narrower[R][U][2];
+#pragma GCC unroll 4
+      for (int r = 0; P::count > 1 && r < R; r++) {
+#pragma GCC unroll 4
+        for (int i = 0; i < U; i++) {
+          const uint8_t* own[P::count];
+          for (int p = 0; p < P::count; p++) own[p] = at[p] + i * P::bytes(p);
+          codes.take_narrower(own, r * stride, narrower[r][i]);
+          for (int p = 1; p < P::count; p++) asm("" : "+x"(narrower[r][i][p - 1]));
+        }
+      }
+      __m256i sum[M][R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        __m256i bytes[U * G];
+#pragma GCC unroll 4
+        for (int i = 0; i < U; i++)
+          codes.template take<!has_zeros>(bytes32(at[0] + i * P::bytes(0) + r * stride), narrower[r][i], bytes + i * G);
 #pragma GCC unroll 4
         for (int i = 0; i < M; i++) {
-          share[i] = bytes32(sums + i * lanes);
-          if (steps < 2) continue;
-          const __m256i next = bytes32(sums + (m + i) * lanes);
-          if (!has_zeros || D == 3) share[i] = _mm256_add_epi32(share[i], next);
-          else share[i] = _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(share[i]), _mm256_castsi256_ps(next)));
+          sum[i][r] = lanes_of<bits, largest, D, U>(bytes, digits + i * size, apart);
+          asm("" : "+x"(sum[i][r]));  // now, and the digits from memory for each row: there are no registers to hold either
         }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          __m256i bytes[steps * G];
-#pragma GCC unroll 2
-          for (int i = 0; i < steps; i++) {
-            const uint8_t* own[P::count];
-            for (int p = 0; p < P::count; p++) own[p] = at[p] + i * P::bytes(p);
-            codes.take(own, r * apart, bytes + i * G);
-          }
-          const __m256 scales = of_group(scale[r]);
-#pragma GCC unroll 4
-          for (int i = 0; i < M; i++) {
-            const __m256i sum = lanes_of<bits, largest, D, steps>(bytes, digits + i * size, stride);
-            __m256 all;
-            if constexpr (!has_zeros) {
-              all = _mm256_cvtepi32_ps(_mm256_add_epi32(sum, share[i]));
-            } else if constexpr (D == 3) {
-              const __m256i less = _mm256_mullo_epi32(_mm256_castps_si256(of_group(zero[r])), share[i]);
-              all = _mm256_cvtepi32_ps(_mm256_add_epi32(sum, less));
-            } else {  // no more than 24 bits: exact in floats
-              all = _mm256_fmadd_ps(of_group(zero[r]), _mm256_castsi256_ps(share[i]), _mm256_cvtepi32_ps(sum));
-            }
-            part[r][i] = _mm256_fmadd_ps(all, scales, part[r][i]);
-          }
-        }
-        for (int p = 0; p < P::count; p++) at[p] += steps * P::bytes(p);
-        ahead += R * P::bytes_of_step * steps;
-        digits += steps * stride, sums += steps * m * lanes, group_of_step += steps;
-        if (!in_groups) group_of_lane += steps * lanes;
+        digits = moved(digits, 0);
+      }
+      const int64_t group = *groups - first;
+      const auto of_lane = [&](const float* all) {
+        if constexpr (in_groups && quarters) return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(all + 4 * group));
+        else if constexpr (in_groups) return _mm256_broadcast_ss(all + group);
+        else return _mm256_permutevar8x32_ps(_mm256_loadu_ps(all + (quarters ? 4 : 1) * group), bytes32(lane));
       };
-      int64_t s = s0;
-      if constexpr (in_pairs)
-        for (; pairs && s + 2 <= s1 && s + 2 <= whole; s += 2) take_steps(std::integral_constant<int, 2>());
-      for (; s < s1; s++) {
-        if (s == whole) {
-          for (int p = 0; p < P::count; p++) at[p] = last[0].bytes[p];
-          apart = sizeof last[0];
-        }
-        take_steps(std::integral_constant<int, 1>());
-      }
-
+#pragma GCC unroll 4
       for (int i = 0; i < M; i++) {
-        const __m256 of_slice = _mm256_set1_ps(x.scale[(m0 + i) * slices + s0 * columns / slice]);
-        for (int r = 0; r < R; r++) total[r][i] = _mm256_fmadd_ps(part[r][i], of_slice, total[r][i]);
+        __m256i share = bytes32(sums + i * lanes);
+#pragma GCC unroll 4
+        for (int next = 1; next < U; next++) share = _mm256_add_epi32(share, bytes32(sums + (next * m + i) * lanes));
+        if constexpr (quarters) {
+          if constexpr (has_zeros) share = _mm256_mullo_epi32(_mm256_castps_si256(of_lane(zero)), share);
+          const __m256 all = _mm256_cvtepi32_ps(_mm256_add_epi32(in_quarters(sum[i]), share));
+          part[0][i] = _mm256_fmadd_ps(all, of_lane(scale), part[0][i]);
+          continue;
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < S; r++) {
+          __m256 all;
+          if constexpr (!has_zeros) {
+            all = _mm256_cvtepi32_ps(_mm256_add_epi32(sum[i][r], share));
+          } else if constexpr (D < 3) {  // no more than 24 bits: exact in floats
+            all = _mm256_fmadd_ps(of_lane(zero + r * room), _mm256_castsi256_ps(share), _mm256_cvtepi32_ps(sum[i][r]));
+          } else {
+            const __m256i less = _mm256_mullo_epi32(_mm256_castps_si256(of_lane(zero + r * room)), share);
+            all = _mm256_cvtepi32_ps(_mm256_add_epi32(sum[i][r], less));
+          }
+          part[r][i] = _mm256_fmadd_ps(all, of_lane(scale + r * room), part[r][i]);
+        }
       }
+      for (int p = 0; p < P::count; p++) at[p] = moved(at[p], U * P::bytes(p));
+      ahead = moved(ahead, R * P::bytes_of_step * U);
+      groups += U;
+      if constexpr (!in_groups) lane = moved(lane, lanes);
+      digits = moved(digits, U * m * size), sums = moved(sums, U * m * lanes);
+    }
+    for (int i = 0; i < M; i++) {
+      const __m256 times = _mm256_set1_ps(of_slice[i * slices]);
+      for (int r = 0; r < S; r++) total[i * S + r] = _mm256_fmadd_ps(part[r][i], times, total[i * S + r]);
+    }
+    of_slice++;
+  }
+}
+
+// Scales and zero points of the rows of a tile, for the groups of a chunk of columns.
+struct Chunk {
+  alignas(32) float scale[R * room];
+  alignas(32) float zero[R * room];  // integers, where there are three digits or quarters
+};
+
+// Rows of the weight, R at a time, times all rows of x in D digits; what is left over is taken a row at a time, R times over.
+template <int bits, int tables, int largest, int D, bool quarters, bool in_groups>
+struct Rows {
+  using P = Planes<bits>;
+  static constexpr int S = quarters ? 1 : R;  // registers of sums of a row of x
+  static constexpr int64_t columns = 4 * lanes * P::fields, steps_of_slice = slice / columns;
+  static constexpr int64_t size = (bits == 8 ? 2 * words_of(D) : D * P::fields) * 32;
+  static constexpr int together = in_groups && (D < 3 || Products<bits, largest>::pairs) ? 128 / columns : 1;  // of one group
+  const Linear& a;
+  const DigitsOfX& x;
+  const int64_t end;
+  const Codes<bits, tables> codes;
+  const bool exponents, has_zeros, in_units;
+  const float unit;
+  const int64_t slices, whole, groups, steps_of_chunk;
+  __m128i largest_zero = _mm_setzero_si128();
+  Rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t end)
+      : a(a), x(x), end(end), codes(how), exponents(a.scale.table && are_exponents(a.scale.table)), has_zeros(a.zero_point.data),
+        in_units(a.group >= a.k || a.group % (together * columns) == 0), unit(a.has_outer ? how.unit * a.outer : how.unit),
+        slices((a.k + slice - 1) / slice), whole(a.k / columns), groups((a.k + a.group - 1) / a.group),
+        steps_of_chunk(std::max<int64_t>(most_groups * a.group / slice, 1) * steps_of_slice) {}
+
+  bool alone(int64_t row) const { return end - row < R; }
+
+  // The scales of the rows from `row` on for the steps from .. to - 1.
+  void take_chunk(int64_t row, int64_t from, int64_t to, Chunk& of) {
+    const int64_t first = x.first_group[from], past = to < x.steps ? (to * columns - 1) / a.group + 1 : groups;
+    if constexpr (quarters) {
+      const int64_t apart = alone(row) ? 0 : 1;
+      take_scales_in_fours(a, exponents, row, apart, first, past - first, unit, of.scale);
+      if (has_zeros) largest_zero = _mm_max_epu8(largest_zero, take_zeros_in_fours(a, row, apart, first, past - first, of.zero));
+      return;
+    }
+    for (int r = 0; r < R; r++) {
+      const int64_t own = alone(row) ? row : row + r;
+      take_scales(a, exponents, own, first, past - first, unit, of.scale + r * room);
+      if (!has_zeros) continue;
+      largest_zero = _mm_max_epu8(largest_zero, take_zeros(a, own, first, past - first, D < 3, of.zero + r * room));
     }
   }
-  for (int r = 0; r < (one ? 1 : R); r++)
-    for (int i = 0; i < M; i++) a.y[(m0 + i) * a.n + begin + r] = sum_of(total[r][i]);
-  return largest_zero < 1 << bits;
-}
 
-template <int bits, int tables, int largest, int D, bool in_groups>
-bool rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
-  const bool exponents = a.scale.table && are_exponents(a.scale.table);
-  const Codes<bits, tables> codes(how);
-  bool good = true;
-  // Fewer rows of the weight beside more of x, so that the sums stay in registers.
-  for (int64_t row = begin; row < end; row += 4) {
-    int64_t m = 0;
-    const auto of = [&](auto rows_of_x, auto rows_at_a_time) {
-      constexpr int M = decltype(rows_of_x)::value, R = decltype(rows_at_a_time)::value;
-      for (int64_t r = row; r < row + 4 && r < end; r += end - r < R ? 1 : R) {
-        const auto take = a.zero_point.data ? tile<bits, tables, largest, D, M, R, in_groups, true>
-                                            : tile<bits, tables, largest, D, M, R, in_groups, false>;
-        good = take(a, how, codes, x, exponents, m, r, end) && good;
-      }
-      m += M;
+  // Steps s .. s + count - 1 of a tile, of which `steps` says where the weight is, times all rows of x, U at a time.
+  template <int U>
+  void take(Steps<bits>& steps, int64_t s, int64_t count, __m256* total) const {
+    if (count < U) return;
+    steps.group = x.first_group + s, steps.of_lane = in_groups ? nullptr : x.group_of_lane + s * lanes;
+    const auto some = [&](int64_t m, auto rows) {
+      constexpr int M = decltype(rows)::value;
+      steps.digits = x.digits + (s * a.m + m) * size, steps.sums = x.sums + (s * a.m + m) * lanes;
+      steps.of_slice = x.scale + m * slices + s / steps_of_slice;
+      auto take_some = take_steps<bits, tables, largest, D, M, U, quarters, in_groups, false>;
+      if constexpr (tables == 0)
+        if (has_zeros) take_some = take_steps<bits, tables, largest, D, M, U, quarters, in_groups, true>;
+      take_some(codes, steps, count / U, total + m * S);
     };
-    while (m + 4 <= a.m) of(std::integral_constant<int, 4>(), std::integral_constant<int, 1>());
-    if (m + 2 <= a.m) of(std::integral_constant<int, 2>(), std::integral_constant<int, 2>());
-    if (m < a.m) of(std::integral_constant<int, 1>(), std::integral_constant<int, 4>());
+    int64_t m = 0;
+    for (; m + 4 <= a.m; m += 4) some(m, std::integral_constant<int, 4>());
+    if (m + 2 <= a.m) some(m, std::integral_constant<int, 2>()), m += 2;
+    if (m < a.m) some(m, std::integral_constant<int, 1>());
+    for (int p = 0; p < P::count; p++) steps.at[p] += count / U * U * P::bytes(p);
+    steps.ahead += count / U * U * R * P::bytes_of_step;
   }
-  return good;
-}
+
+  bool run(int64_t row) {
+    Chunk of;
+    __m256 total[most_rows_at_once * S];
+    while (row < end) {
+      const bool one = alone(row);
+      const int64_t next = row + (one ? 1 : R), stride = one ? 0 : a.packed_stride;
+      const uint8_t* const packed = a.packed + row * a.packed_stride;
+      const P planes(packed, a.k);
+      for (int64_t i = 0; i < a.m * S; i++) total[i] = _mm256_setzero_ps();
+      // What lies two tiles further on, in the order in which it lies, for the second-level cache: rows are short and several are
+      // read at once, which is more than a processor foresees, and the first level is full of digits. A page that was not touched
+      // for long takes longer still: one byte of it, further ahead.
+      Steps<bits> steps;
+      steps.ahead = reinterpret_cast<uintptr_t>(packed) + 2 * R * a.packed_stride;
+      for (int64_t byte = 0; byte < R * whole * P::bytes_of_step; byte += 4096)
+        _mm_prefetch(reinterpret_cast<const char*>(steps.ahead + 2 * R * a.packed_stride + byte), _MM_HINT_T1);
+      fetch(a.scale, row, 0, 1, 1);
+      if (has_zeros) fetch(a.zero_point, row, 0, 1, 1);
+      for (int p = 0; p < P::count; p++) steps.at[p] = planes.at[p];
+      steps.stride = stride, steps.m = a.m, steps.slices = slices, steps.scale = of.scale, steps.zero = of.zero;
+      for (int64_t from = 0; from < x.steps; from += steps_of_chunk) {
+        const int64_t to = std::min(from + steps_of_chunk, x.steps), past = std::min(to, whole);
+        const int64_t in_ones = in_units ? past - (past - from) % together : from;  // from where on steps are taken one by one
+        take_chunk(row, from, to, of);
+        steps.first = x.first_group[from];
+        take<together>(steps, from, in_ones - from, total);
+        take<1>(steps, in_ones, past - in_ones, total);
+        if (past == to) continue;
+        LastStep<bits> last[R];
+        for (int r = 0; r < R; r++) last[r].copy(P(packed + r * stride, a.k), whole, a.k);
+        for (int p = 0; p < P::count; p++) steps.at[p] = last[0].bytes[p];
+        steps.stride = sizeof last[0];
+        take<1>(steps, whole, 1, total);
+      }
+      for (int64_t m = 0; m < a.m; m++) {
+        float* const y = a.y + m * a.n + row;
+        const __m128 sums = quarters ? sums_of(total[m]) : sums_of(total + m * S);
+        if (one) _mm_store_ss(y, sums);
+        else _mm_storeu_ps(y, sums);
+      }
+      row = next;
+    }
+    const __m128i most = _mm_set1_epi8(static_cast<char>((1 << bits) - 1));
+    return _mm_movemask_epi8(_mm_cmpeq_epi8(_mm_max_epu8(largest_zero, most), most)) == 0xffff;
+  }
+};
 
 template <int bits, int tables, int largest>
 bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
   const auto with = [&](auto digits) {
     constexpr int D = decltype(digits)::value;
-    return x.group_of_lane ? rows<bits, tables, largest, D, false>(a, how, x, begin, end)
-                           : rows<bits, tables, largest, D, true>(a, how, x, begin, end);
+    if constexpr (D < 3) {
+      if (x.in_quarters && x.group_of_lane) return Rows<bits, tables, largest, D, true, false>(a, how, x, end).run(begin);
+      if (x.in_quarters) return Rows<bits, tables, largest, D, true, true>(a, how, x, end).run(begin);
+    } else {
+      if (!x.group_of_lane) return Rows<bits, tables, largest, D, false, true>(a, how, x, end).run(begin);
+    }
+    return Rows<bits, tables, largest, D, false, false>(a, how, x, end).run(begin);
   };
   if (x.count == 1) return with(std::integral_constant<int, 1>());
   if (x.count == 3) return with(std::integral_constant<int, 3>());

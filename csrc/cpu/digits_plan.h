@@ -81,6 +81,7 @@ struct DigitsPlan {
     Bytewise how;
     STD_TORCH_CHECK(a.bits > 1 && are_bytes(a, how, table) && fits(a, how, a.zero_point.data),
                     "digits take weights that are small integers");
+    STD_TORCH_CHECK(!a.zero_point.data || !(how.table || how.flipped), "zero points go with integers that have no sign");
     STD_TORCH_CHECK(takes_group(a.bits, a.group, a.k), "digits of ", a.bits, "-bit weights take groups of a multiple of ",
                     4 * fields_of(a.bits), ", got groups of ", a.group);
     has_table = how.table, flipped = how.flipped, offset = how.offset, unit = how.unit;
@@ -88,7 +89,7 @@ struct DigitsPlan {
     columns = columns_of(a.bits, lanes), steps = (a.k + columns - 1) / columns, slices = (a.k + slice - 1) / slice;
     size = takes_words(a.bits, lanes) ? 2 * words_of(count) : count;
     uniform = a.group >= a.k || a.group % columns == 0;
-    in_quarters = takes_quarters(a.bits, lanes, count, a.group, a.k);
+    in_quarters = takes_quarters(a.bits, count, a.group, a.k);
   }
 
   Bytewise bytewise() const { return {flipped, offset, has_table ? table : nullptr, unit}; }

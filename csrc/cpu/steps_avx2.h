@@ -21,13 +21,14 @@ template <int bits>
 using LastStep = cpu::LastStep<bits, 4 * lanes>;
 
 inline __m256i bytes32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline __m128i bytes16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline __m256i every(int byte) { return _mm256_set1_epi8(static_cast<char>(byte)); }
 
 // The bytes of a narrower plane, of which each belongs to two or four of the widest one's, as one byte for each of those.
 template <int64_t bytes>
 inline __m256i spread(const uint8_t* p) {
   if constexpr (bytes == 16) {
-    const __m256i all = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i all = _mm256_cvtepu8_epi16(bytes16(p));
     return _mm256_and_si256(_mm256_or_si256(all, _mm256_slli_epi16(all, 4)), every(15));
   } else {
     static_assert(bytes == 8);
@@ -107,34 +108,53 @@ struct Codes {
 
   // The upper bits of four codes, spread to two of them in a byte: one shift for two fields.
   void take_three(__m256i lower, __m256i fours, __m256i* bytes) const {
-    const __m256i threes = every(7), twos = every(0x33);
+    const __m256i nibble = every(15), twos = every(0x33);  // the fourth bit is none
     const auto both = [&](__m256i low, __m256i spread) {
       return _mm256_or_si256(_mm256_and_si256(low, twos), _mm256_shuffle_epi8(spread, fours));
     };
     const __m256i even = both(lower, of_two[0]), odd = both(_mm256_srli_epi16(lower, 2), of_two[1]);
-    bytes[0] = _mm256_and_si256(even, threes), bytes[2] = _mm256_and_si256(_mm256_srli_epi16(even, 4), threes);
-    bytes[1] = _mm256_and_si256(odd, threes), bytes[3] = _mm256_and_si256(_mm256_srli_epi16(odd, 4), threes);
+    bytes[0] = _mm256_and_si256(even, nibble), bytes[2] = _mm256_and_si256(_mm256_srli_epi16(even, 4), nibble);
+    bytes[1] = _mm256_and_si256(odd, nibble), bytes[3] = _mm256_and_si256(_mm256_srli_epi16(odd, 4), nibble);
   }
 
   // The bytes of a step, field by field; of eight bits the even ones and the odd ones as words. `at`: the step in each plane of a
-  // row, from which this one is so many bytes away.
-  void take(const uint8_t* const* at, int64_t row, __m256i* bytes) const {
-    __m256i widest = bytes32(at[0] + row);
-    if constexpr (P::count == 1 && !tables) widest = _mm256_xor_si256(widest, flipped);
+  // row, from which this one is so many bytes away. `flips`: codes may have a sign.
+  template <bool flips = true>
+  __attribute__((always_inline)) void take(const uint8_t* const* at, int64_t row, __m256i* bytes) const {
+    __m256i narrower[2];
+    take_narrower(at, row, narrower);
+    take<flips>(bytes32(at[0] + row), narrower, bytes);
+  }
+
+  // The same in two parts: what the narrower planes hold, and this with the widest one.
+  __attribute__((always_inline)) static void take_narrower(const uint8_t* const* at, int64_t row, __m256i* narrower) {
+    if constexpr (P::count > 1) narrower[0] = spread<P::bytes(1)>(at[1] + row);
+    if constexpr (P::count > 2) narrower[1] = spread<P::bytes(2)>(at[2] + row);
+  }
+  template <bool flips>
+  __attribute__((always_inline)) void take(__m256i widest, const __m256i* narrower, __m256i* bytes) const {
+    asm("" : "+x"(widest));  // read once: a load takes as long as a product
+    if constexpr (P::count == 1 && !tables && flips) widest = _mm256_xor_si256(widest, flipped);
     if constexpr (bits == 8) {
       bytes[0] = _mm256_and_si256(widest, _mm256_set1_epi16(255));
       bytes[1] = _mm256_srli_epi16(widest, 8);
-      return;
+    } else if constexpr (bits == 3 && !tables) {
+      take_three(widest, narrower[0], bytes);
+    } else {
+      take_field<0>(widest, narrower, bytes);
     }
-    if constexpr (bits == 3 && !tables) return take_three(widest, spread<16>(at[1] + row), bytes);
-    __m256i narrower[2];
-    if constexpr (P::count > 1) narrower[0] = spread<P::bytes(1)>(at[1] + row);
-    if constexpr (P::count > 2) narrower[1] = spread<P::bytes(2)>(at[2] + row);
-    take_field<0>(widest, narrower, bytes);
   }
 };
 
 constexpr int few = 31;  // bytes of a table that come together in 16 bits four at a time
+
+// The sums of the lanes that lie in either half.
+inline __m128 sums_of(__m256 v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
+
+// The sums of the lanes of four registers.
+inline __m128 sums_of(const __m256* of) {
+  return sums_of(_mm256_hadd_ps(_mm256_hadd_ps(of[0], of[1]), _mm256_hadd_ps(of[2], of[3])));
+}
 
 inline float sum_of(__m256 v) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -151,46 +171,118 @@ inline bool are_exponents(const float* table) {
   return table[255] != table[255];
 }
 
+// Eight numbers from element i on. `exponents`: bytes are powers of two.
+inline __m256 numbers_at(const Numbers& numbers, bool exponents, int64_t i) {
+  const auto halves = [&] { return bytes16(static_cast<const uint16_t*>(numbers.data) + i); };
+  switch (numbers.stored) {
+    case Stored::float32: return _mm256_loadu_ps(static_cast<const float*>(numbers.data) + i);
+    case Stored::bfloat16: return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves()), 16));
+    case Stored::float16: return _mm256_cvtph_ps(halves());
+    case Stored::bytes: break;
+  }
+  const uint8_t* const p = static_cast<const uint8_t*>(numbers.data) + i;
+  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  if (!numbers.table) return _mm256_cvtepi32_ps(bytes);
+  if (!exponents) return _mm256_i32gather_ps(numbers.table, bytes, 4);
+  const auto are = [&](int byte) { return _mm256_cmpeq_epi32(bytes, _mm256_set1_epi32(byte)); };
+  const __m256i lower = _mm256_and_si256(_mm256_or_si256(are(0), are(255)), _mm256_set1_epi32(1 << 22));
+  return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(bytes, 23), lower));
+}
+
+// The same of `count` numbers, and zeros behind them.
+inline __m256 numbers_at(const Numbers& numbers, bool exponents, int64_t i, int64_t count) {
+  if (count >= 8) return numbers_at(numbers, exponents, i);
+  alignas(32) float some[8] = {};
+  for (int64_t j = 0; j < count; j++) some[j] = number_at(numbers, i + j);
+  return _mm256_load_ps(some);
+}
+
 // Scales of a row times `unit` from group `first` on, and zeros for the lanes behind the end of a row.
 inline void take_scales(const Linear& a, bool exponents, int64_t row, int64_t first, int64_t count, float unit, float* to) {
   const int64_t at = row * a.scale.stride + first;
-  const auto as_float = [](uint32_t bits) {
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-  };
-  if (a.scale.stored == Stored::float32) {
-    const float* scales = static_cast<const float*>(a.scale.data) + at;
-    for (int64_t i = 0; i < count; i++) to[i] = scales[i] * unit;
-  } else if (a.scale.stored == Stored::bfloat16) {
-    const uint16_t* scales = static_cast<const uint16_t*>(a.scale.data) + at;
-    for (int64_t i = 0; i < count; i++) to[i] = as_float(static_cast<uint32_t>(scales[i]) << 16) * unit;
-  } else if (exponents) {
-    const uint8_t* scales = static_cast<const uint8_t*>(a.scale.data) + at;
-    for (int64_t i = 0; i < count; i++) {
-      const uint32_t byte = scales[i];
-      to[i] = as_float(byte << 23 | (byte == 0 || byte == 255 ? 1u << 22 : 0)) * unit;
-    }
-  } else {
-    for (int64_t i = 0; i < count; i++) to[i] = number_at(a.scale, at + i) * unit;
-  }
-  for (int i = 0; i < lanes; i++) to[count + i] = 0;
+  for (int64_t i = 0; i < count; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_mul_ps(numbers_at(a.scale, exponents, at + i, count - i), _mm256_set1_ps(unit)));
+  _mm256_storeu_ps(to + count, _mm256_setzero_ps());
 }
 
-// Zero points with a minus, as floats or as integers; returns the largest of them.
-inline int take_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
-  const uint8_t* zeros = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
-  int most = 0;
-  for (int64_t i = 0; i < count; i++) most = zeros[i] > most ? zeros[i] : most;
-  if (as_floats) {
-    for (int64_t i = 0; i < count; i++) to[i] = -static_cast<float>(zeros[i]);
-  } else {
-    for (int64_t i = 0; i < count; i++) {
-      const int32_t less = -zeros[i];
-      memcpy(to + i, &less, 4);
+// Numbers of four rows, eight of each, as four of a group and those of the next one.
+inline void put_in_fours(const __m256* row, float* to) {
+  const __m256 ab = _mm256_unpacklo_ps(row[0], row[1]), cd = _mm256_unpacklo_ps(row[2], row[3]);
+  const __m256 above_ab = _mm256_unpackhi_ps(row[0], row[1]), above_cd = _mm256_unpackhi_ps(row[2], row[3]);
+  // Each holds a group of the first four and one of the others.
+  const __m256 a = _mm256_shuffle_ps(ab, cd, 0x44), b = _mm256_shuffle_ps(ab, cd, 0xee);
+  const __m256 c = _mm256_shuffle_ps(above_ab, above_cd, 0x44), d = _mm256_shuffle_ps(above_ab, above_cd, 0xee);
+  _mm256_storeu_ps(to, _mm256_permute2f128_ps(a, b, 0x20)), _mm256_storeu_ps(to + 8, _mm256_permute2f128_ps(c, d, 0x20));
+  _mm256_storeu_ps(to + 16, _mm256_permute2f128_ps(a, b, 0x31)), _mm256_storeu_ps(to + 24, _mm256_permute2f128_ps(c, d, 0x31));
+}
+
+// Scales of four rows, `next` rows apart, times `unit` from group `first` on, in fours, and zeros behind them: as many as make a
+// multiple of eight groups and one group more.
+inline void take_scales_in_fours(const Linear& a, bool exponents, int64_t row, int64_t next, int64_t first, int64_t count,
+                                 float unit, float* to) {
+  const int64_t at = row * a.scale.stride + first, stride = next * a.scale.stride;
+  const __m256 times = _mm256_set1_ps(unit);
+  int64_t i = 0;
+  if (a.scale.stored == Stored::bfloat16)  // the usual ones, with fewer instructions
+    for (; i + 8 <= count; i += 8, to += 32) {
+      const uint16_t* const p = static_cast<const uint16_t*>(a.scale.data) + at + i;
+      const auto halves = [&](int64_t r) { return bytes16(p + r * stride); };
+      const __m128i ab = _mm_unpacklo_epi16(halves(0), halves(1)), cd = _mm_unpacklo_epi16(halves(2), halves(3));
+      const __m128i above_ab = _mm_unpackhi_epi16(halves(0), halves(1)), above_cd = _mm_unpackhi_epi16(halves(2), halves(3));
+      const auto put = [&](int g, __m128i two) {
+        const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(two), 16);
+        _mm256_storeu_ps(to + 4 * g, _mm256_mul_ps(_mm256_castsi256_ps(bits), times));
+      };
+      put(0, _mm_unpacklo_epi32(ab, cd)), put(2, _mm_unpackhi_epi32(ab, cd));
+      put(4, _mm_unpacklo_epi32(above_ab, above_cd)), put(6, _mm_unpackhi_epi32(above_ab, above_cd));
     }
+  for (; i < count; i += 8, to += 32) {
+    __m256 rows[4];
+    for (int r = 0; r < 4; r++) rows[r] = _mm256_mul_ps(numbers_at(a.scale, exponents, at + r * stride + i, count - i), times);
+    put_in_fours(rows, to);
   }
-  for (int i = 0; i < lanes; i++) to[count + i] = 0;
+  _mm_storeu_ps(to, _mm_setzero_ps());
+}
+
+// Eight bytes, or so many and zeros behind them.
+inline __m128i eight_bytes(const uint8_t* p, int64_t count) {
+  if (count >= 8) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  uint64_t some = 0;
+  for (int64_t i = 0; i < count; i++) some |= static_cast<uint64_t>(p[i]) << 8 * i;
+  return _mm_cvtsi64_si128(static_cast<int64_t>(some));
+}
+
+// The same of zero points with a minus, as integers; the largest of them.
+inline __m128i take_zeros_in_fours(const Linear& a, int64_t row, int64_t next, int64_t first, int64_t count, float* to) {
+  const int64_t stride = next * a.zero_point.stride;
+  const uint8_t* const zeros = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
+  __m128i most = _mm_setzero_si128();
+  for (int64_t i = 0; i < count; i += 8, to += 32) {
+    const auto bytes = [&](int64_t r) { return eight_bytes(zeros + r * stride + i, count - i); };
+    const __m128i ab = _mm_unpacklo_epi8(bytes(0), bytes(1)), cd = _mm_unpacklo_epi8(bytes(2), bytes(3));
+    most = _mm_max_epu8(most, _mm_max_epu8(ab, cd));
+    const auto put = [&](int g, __m128i two) {
+      const __m256i less = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_cvtepu8_epi32(two));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 4 * g), less);
+    };
+    const __m128i low = _mm_unpacklo_epi16(ab, cd), high = _mm_unpackhi_epi16(ab, cd);
+    put(0, low), put(2, _mm_unpackhi_epi64(low, low)), put(4, high), put(6, _mm_unpackhi_epi64(high, high));
+  }
+  _mm_storeu_ps(to, _mm_setzero_ps());
+  return most;
+}
+
+// Zero points with a minus, as floats or as integers; the largest of them.
+inline __m128i take_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
+  const uint8_t* const zeros = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
+  __m128i most = _mm_setzero_si128();
+  for (int64_t i = 0; i < count; i += 8) {
+    const __m128i bytes = eight_bytes(zeros + i, count - i);
+    most = _mm_max_epu8(most, bytes);
+    const __m256i less = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_cvtepu8_epi32(bytes));
+    _mm256_storeu_ps(to + i, as_floats ? _mm256_cvtepi32_ps(less) : _mm256_castsi256_ps(less));
+  }
+  _mm256_storeu_ps(to + count, _mm256_setzero_ps());
   return most;
 }
 
