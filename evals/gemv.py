@@ -1,22 +1,24 @@
 """Weights loaded per second: every kernel against the limit of reading its bytes, in one run, weights cold.
 
 Each figure is the median over walks through enough copies of a weight to leave the last-level cache cold (or, where that
-is asked for, over one, which stays in the cache if it fits there); on a GPU a walk
-is one CUDA graph. Where N = K each product takes the one before it as its x, so that a kernel which starts early still has
-to wait for it. The float weight runs beside the quantized ones, under the same conditions.
+is asked for, over one, which stays in the cache if it fits there). On a GPU a walk is one CUDA graph; on a CPU, whose memory
+others use too, walks take turns with some that only read. Where N = K each product takes the one before it as its x, so that
+a kernel which starts early still has to wait for it. The float weight runs beside the quantized ones, under the same
+conditions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit import strict, trace_kernels
 from lowbit.environment import cpu_instructions
@@ -38,6 +40,7 @@ SHAPES = (
 )  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)
 _SMALL, _USUAL = 1 << 20, (4096, 4096)  # weights of a layer that are few; a layer of a usual model
+_TURN, _LONG = 3, 1.0  # walks of a turn; seconds after which no other turn begins
 _HARD, _REST = 256, 0.2  # rows of x above which a walk is hard work; seconds of rest behind it
 
 
@@ -147,7 +150,7 @@ class _Run(NamedTuple):
         every kernel shows that is not bound by the memory alone.
         """
         layers: Sequence[nn.Module] = []
-        found: list[tuple[int, dict[str, Any], Times]] = []
+        found: list[tuple[int, dict[str, Any], Times, Times | None]] = []
         last = 0
         for m in sorted(self.batches, reverse=True):
             self.progress(f"{name} {n}x{k} M={m}")
@@ -159,19 +162,29 @@ class _Run(NamedTuple):
                     layers, size, held = _copies(recipe, n, k, self.device, self.dtype, self.layout, self.cold)
                 x = torch.randn(m, k, dtype=self.dtype, device=self.device)
                 with strict(*self.kernels) if self.kernels else contextlib.nullcontext():
-                    times = timed(layers, x, chained=n == k, repeats=self.repeats)
+                    times, limit = self._timed(layers, x, n == k, size)
                     with trace_kernels() as trace:
                         layers[0](x)
                 receipt = next(iter(trace.counts), None)
                 ran = ("F.linear", str(self.dtype)) if receipt is None else (receipt.kernel, receipt.contract)
-                found.append((m, {"scheme": name, "kernel": ran[0], "contract": ran[1], "layout": held}, times))
+                found.append((m, {"scheme": name, "kernel": ran[0], "contract": ran[1], "layout": held}, times, limit))
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 yield m, {"error": " ".join(str(error).split())[:300]}
         layers = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        for m, how, times in found:
-            yield m, how | row_of(times, self.limits(size), m, n, k, size)
+        for m, how, times, limit in found:
+            yield m, how | row_of(times, limit or self.limits(size), m, n, k, size)
+
+    def _timed(self, layers: Sequence[nn.Module], x: Tensor, chained: bool, size: int) -> tuple[Times, Times | None]:
+        """A layer's times, and those of the reader where it took turns with the layer: on a CPU."""
+        if self.device.type != "cpu":
+            return timed(layers, x, chained=chained, repeats=self.repeats), None
+        start, turns = time.perf_counter(), []
+        while not turns or (_TURN * len(turns) < self.repeats and time.perf_counter() - start < _LONG):
+            turns.append((timed(layers, x, chained=chained, repeats=_TURN), self.limits.now(size, _TURN)))
+        us, limit_us = (statistics.median(times.us for times in of) for of in zip(*turns, strict=True))
+        return Times(us, us, None), Times(limit_us, limit_us, None)
 
 
 def _copies(

@@ -19,7 +19,7 @@ _PLANS = ((0, 4096, 4), (0, 8192, 4), (0, 16384, 8), (1, 32768, 8), (2, 16384, 8
 
 class Limits:
     """Microseconds to read a number of bytes, ``cold`` or the same ones again and again, in each mode of a walk: the best of
-    several readers, each measured once."""
+    several readers, each measured once, or for :meth:`now` again."""
 
     def __init__(self, device: torch.device, repeats: int = 9, cold: bool = True) -> None:
         self._device, self._repeats, self._cold = device, repeats, cold
@@ -28,12 +28,16 @@ class Limits:
 
     def __call__(self, size: int) -> Times:
         if size not in self._known:
-            found = [self._timed(read, size) for read in _readers(self._device)]
-            early = {times.early for times in found}.pop()
-            self._known[size] = Times(min(t.us for t in found), min(t.plain_us for t in found), early)
+            self._known[size] = self.now(size, self._repeats)
         return self._known[size]
 
-    def _timed(self, reader: tuple[int, Callable[[Tensor], Tensor]], size: int) -> Times:
+    def now(self, size: int, repeats: int) -> Times:
+        """Measured anew: for memory that others use too, which is another one a second later."""
+        found = [self._timed(read, size, repeats) for read in _readers(self._device)]
+        early = {times.early for times in found}.pop()
+        return Times(min(t.us for t in found), min(t.plain_us for t in found), early)
+
+    def _timed(self, reader: tuple[int, Callable[[Tensor], Tensor]], size: int, repeats: int) -> Times:
         granule, read = reader
         padded = -(-size // granule) * granule
         copies = self._copies(padded)
@@ -42,7 +46,7 @@ class Limits:
             self._data = torch.randint(0, 255, (copies * padded,), dtype=torch.uint8, device=self._device)
         pieces = self._data[: copies * padded].view(copies, padded)
         calls = [lambda _, piece=piece: read(piece) for piece in pieces]
-        times = timed(calls, torch.zeros(1, device=self._device), repeats=self._repeats)
+        times = timed(calls, torch.zeros(1, device=self._device), repeats=repeats)
         return Times(times.us * size / padded, times.plain_us * size / padded, times.early)
 
     def _copies(self, size: int) -> int:

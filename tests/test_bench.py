@@ -51,6 +51,24 @@ def test_gemv_measures_a_layout_and_a_recipe_with_activations(capsys):
         gemv.measure(["int44"], [(64, 64)])
 
 
+def test_on_a_cpu_a_layer_takes_turns_with_the_reader(monkeypatch):
+    asked = []
+
+    def layer_of(calls, x, *, repeats, **_):
+        asked.append(("layer", repeats))
+        return Times(2.0 * len(asked), 0.0, None)
+
+    def reader_of(_, size, repeats):
+        asked.append(("reader", repeats))
+        return Times(float(len(asked)), 0.0, None)
+
+    monkeypatch.setattr(gemv, "timed", layer_of)
+    monkeypatch.setattr(reader.Limits, "now", reader_of)
+    (row,) = gemv.measure([], [(64, 128)], (1,), "cpu", repeats=9)["rows"]
+    assert asked == [("layer", 3), ("reader", 3)] * 3
+    assert (row["us"], row["limit_us"], row["fraction_of_limit"]) == (6.0, 4.0, 4 / 6)
+
+
 def test_a_kernel_that_is_named_is_the_one_that_is_measured():
     found = gemv.measure(["int4"], [(64, 128)], (1, 3), "cpu", repeats=1, kernels=["reference_linear"])
     assert {row["kernel"] for row in found["rows"] if row["scheme"] == "int4"} == {"reference_linear"}
