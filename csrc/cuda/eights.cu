@@ -65,9 +65,17 @@ struct Shape {
   int processors;
 };
 
+// What goes from the cache to the multiprocessors: W for each tile of x, and x for each tile of W, unless two blocks share it.
+double time_of_moving(const Shape& s, const Cost& cost, int parts, int64_t tiles_m, int64_t tiles) {
+  const double columns = static_cast<double>(s.steps) * columns_of_stage;
+  const double sharing = cost.rows >= 128 && parts == 1 && s.n > rows_of_block ? 2 : 1;
+  const double of_x = static_cast<double>(tiles) * parts * cost.rows * ((s.steps + parts - 1) / parts) * columns_of_stage / sharing;
+  return (static_cast<double>(tiles_m) * s.n * columns * (s.codes == Codes::int4 ? 0.5 : 1.0) + of_x) / 5.3e6;
+}
+
 // Splitting the columns costs a tile more, the more the larger it is, and clusters of four and of eight leave some
 // multiprocessors empty.
-double time_of_much(const Shape& s, const Cost& cost, int parts, int64_t tiles) {
+double time_of_much(const Shape& s, const Cost& cost, int parts, int64_t tiles_m, int64_t tiles) {
   const bool is_four = s.codes == Codes::int4;
   // Codes of 4 bits come apart, and every group's sums leave the tensor cores.
   const double slower = is_four ? 1.6 : 1.0;
@@ -78,24 +86,22 @@ double time_of_much(const Shape& s, const Cost& cost, int parts, int64_t tiles) 
   double waves = blocks / (s.processors * shared * (parts > 2 ? 0.9 : 1.0));
   if (waves < 4) waves = std::max<double>(1, static_cast<int>(waves + 0.999));
   const double adding = (parts > 2 ? parts / 2 : parts - 1) * (1.5 + cost.rows / 16.0);
-  const double stages = std::max(waves * ((s.steps + parts - 1) / parts) * cost.stage * slower * shared, read);
+  const double stages = std::max({waves * ((s.steps + parts - 1) / parts) * cost.stage * slower * shared, read,
+                                  time_of_moving(s, cost, parts, tiles_m, tiles)});
   return stages + waves * (cost.tile + adding);
 }
 
-// Of codes of 8 bits. Here what goes from the cache to the multiprocessors may be what takes longest: W for each tile of x, and
-// x for each tile of W, unless two blocks share it.
+// Of codes of 8 bits.
 double time_of_little(const Shape& s, const Cost& cost, int parts, int64_t tiles_m, int64_t tiles) {
   const double columns = static_cast<double>(s.steps) * columns_of_stage, read = static_cast<double>(s.n) * columns / 4e6;
-  const double sharing = cost.rows == 128 && parts == 1 && s.n > rows_of_block ? 2 : 1;
   const int steps = (s.steps + parts - 1) / parts;
-  const double of_x = static_cast<double>(tiles) * parts * cost.rows * steps * columns_of_stage / sharing;
-  const double moved = (static_cast<double>(tiles_m) * s.n * columns + of_x) / 5.3e6;
   const double room = s.processors * (parts > 2 ? 0.75 : 1.0), blocks = static_cast<double>(tiles) * parts;
   const int shared = cost.rows < 128 && blocks > room ? 2 : 1;
   double waves = blocks / (room * shared);
   if (waves < 4) waves = std::ceil(waves);
   const double adding = (parts > 2 ? parts / 2 : parts - 1) * (0.36 + 0.0014 * cost.rows);
-  const double stages = std::max({waves * steps * cost.stage * (shared == 2 ? 2.5 : 1.0), read, moved});
+  const double stages = std::max({waves * steps * cost.stage * (shared == 2 ? 2.5 : 1.0), read,
+                                  time_of_moving(s, cost, parts, tiles_m, tiles)});
   return stages + waves * (cost.tile + adding);
 }
 
@@ -112,7 +118,7 @@ Plan plan_for(const Shape& s) {
       if (columns > most_columns_of_block * int64_t{parts} ||
           (parts > 1 && (s.steps < 2 * parts && columns <= most_columns_of_block)))
         continue;
-      const double time = is_little ? time_of_little(s, cost, parts, tiles_m, tiles) : time_of_much(s, cost, parts, tiles);
+      const double time = is_little ? time_of_little(s, cost, parts, tiles_m, tiles) : time_of_much(s, cost, parts, tiles_m, tiles);
       if (best.rows == 0 || time < least) {
         least = time;
         best = {cost.rows, parts, parts > 1};
