@@ -168,6 +168,19 @@ def test_tiles_take_x_that_is_not_finite(scheme, value, m):
     assert not y[1].isfinite().any()
 
 
+@pytest.mark.parametrize("scheme", ["int4", "int8", "fp8", "nf4", "nvfp4"])
+@pytest.mark.parametrize("m", [17, 33, 70, 130, 144, 300])
+def test_what_lies_beyond_x_in_shared_memory_does_not_matter(scheme, m):
+    """Tiles that x does not fill leave some rows there as they were: NaN of the product before."""
+    w = tiles(scheme, 300, 1000)
+    x = torch.randn(m, 1000, dtype=torch.bfloat16, device="cuda")
+    first = torch.nn.functional.linear(x, w)
+    assert first.isfinite().all()
+    for rows in (64, 512):
+        assert torch.nn.functional.linear(x.new_full((rows, 1000), float("nan")), w).isnan().all()
+        assert torch.equal(torch.nn.functional.linear(x, w), first)
+
+
 @pytest.mark.parametrize("scheme", ["int4", "int8", "mxfp4", "nf4"])
 @pytest.mark.parametrize(("m", "columns"), [(9, 16), (30, 32), (60, 64), (128, 128), (300, 256)])
 @pytest.mark.parametrize("parts", [1, 2, 3])

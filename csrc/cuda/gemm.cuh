@@ -93,13 +93,11 @@ struct Ring {
   uint64_t *full, *free;
   int stages, stage = 0, parity = 0;
   __device__ Ring(uint64_t* barriers, int stages) : full(barriers), free(barriers + most_stages), stages(stages) {}
-  // By all threads of a warp, and all there may be: how many are used is an argument, which is far away.
+  // By one thread, and all there may be: how many are used is an argument, which is far away. Barriers whose places are constants
+  // start one behind the other; in a loop, or by threads side by side, each would wait for a fence of its own.
   __device__ __forceinline__ void start() const {
-    if (threadIdx.x % 32 < most_stages) {
-      start_barrier(full + threadIdx.x % 32, 1), start_barrier(free + threadIdx.x % 32, tiles_of_block);
-      show_barriers_to_copies();
-    }
-    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < most_stages; i++) start_barrier(full + i, 1), start_barrier(free + i, tiles_of_block);
   }
   __device__ void advance(int by = 1) {
     if ((stage += by) == stages) stage = 0, parity ^= 1;
@@ -160,16 +158,21 @@ struct Weights {
   }
 };
 
+// Rows beyond the last one of x are not asked for: what comes of them is not written, and zeros in their place come slowly where
+// many blocks ask for them at once.
 template <class S>
 __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
-  const int piece = columns_of_piece(S::columns, a.unit.columns);
+  const int piece = columns_of_piece(S::columns, a.unit.columns), rows = min(a.m - share.first_row_of_x, S::columns);
+  const int boxes = a.rows_of_box == S::columns ? 1 : (rows + few_rows_of_box - 1) / few_rows_of_box;
   for (int c = share.first * piece; c < share.last * piece; c += S::stage_columns, ring.advance()) {
     wait(ring.free + ring.stage, ring.parity ^ 1);
-    expect(ring.full + ring.stage, S::stage_bytes);
+    expect(ring.full + ring.stage, S::boxes_of_stage * boxes * a.rows_of_box * columns_of_box * 2);
 #pragma unroll
     for (int b = 0; b < S::boxes_of_stage; b++)
-      copy_box(memory + ring.stage * S::stage_bytes + b * S::box_bytes, &a.x, c + b * columns_of_box, share.first_row_of_x,
-               ring.full + ring.stage);
+#pragma unroll 1
+      for (int i = 0; i < boxes; i++)
+        copy_box(memory + ring.stage * S::stage_bytes + b * S::box_bytes + i * few_rows_of_box * columns_of_box * 2, &a.x,
+                 c + b * columns_of_box, share.first_row_of_x + i * few_rows_of_box, ring.full + ring.stage);
   }
 }
 
@@ -378,42 +381,47 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
   const Ring weights(barriers, a.weight_stages), x(barriers + 2 * most_stages, a.x_stages);
   const Arrivals arrivals(barriers + 4 * most_stages);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp == copier_of_weights) {
-    weights.start();
-    arrive(begun, S::threads);
-  } else if (warp == copier_of_x) {
-    if (lane == 0) prefetch_description(&a.x);
-    x.start();
-    arrive(begun, S::threads);
-  } else if (warp > copier_of_x) {
-    if (warp == copier_of_x + 1 && lane == 0) arrivals.start();
+  if (warp >= copier_of_weights) {
+    if (lane == 0) {
+      if (warp == copier_of_weights) weights.start();
+      if (warp == copier_of_x) prefetch_description(&a.x), x.start();
+      if (warp == copier_of_x + 1) arrivals.start();
+      show_barriers_to_copies();
+    }
     __syncwarp();
-    synchronize(begun, S::threads);
+    if (warp > copier_of_x)
+      synchronize(begun, S::threads);
+    else
+      arrive(begun, S::threads);
   }
-  const GemmMemory<S> at(a, table_bytes_of<Codes>, shared_address(memory));
+  // What who copies x has to know, and no more: the rest is found out behind that copy, by who needs it.
   const Part part = part_of(a);
   const auto cut = [&](int parts) { return static_cast<int>(a.by_blocks.divide(a.pieces_of_row * parts) >> (part.clusters - 1)); };
   const int mine = part.cluster * a.blocks + part.block;
   const Share share = {cut(mine), cut(mine + 1), static_cast<int64_t>(part.rows) * tiles_of_block, part.rows_of_x * S::columns};
-  Weights<S, Unit<Codes::bits, 0, false>::columns> units(a, share);
-  float2* ends = reinterpret_cast<float2*>(memory + at.ends);
+  const auto places = [&] { return GemmMemory<S>(a, table_bytes_of<Codes>, shared_address(memory)); };
+  const auto units_of = [&] { return Weights<S, Unit<Codes::bits, 0, false>::columns>(a, share); };
+  const auto ends_at = [&](int place) { return reinterpret_cast<float2*>(memory + place); };
   if (warp >= copier_of_weights) {
     if (a.blocks > 1) announce_to_cluster();
     let_dependents_start();
     give_registers_back<40>();
     if (warp == copier_of_weights) {
-      if (lane == 0) units.copy(a, memory + at.weights, weights);
+      if (lane == 0) units_of().copy(a, memory + places().weights, weights);
     } else if (warp == copier_of_x) {
       if (lane == 0) {
         wait_for_predecessors();
-        copy_x<S>(a, share, memory + at.x, x);
+        copy_x<S>(a, share, memory + GemmMemory<S>::x, x);
       }
     } else {
+      float2* ends = ends_at(places().ends);
       for (int row = threadIdx.x - (copier_of_x + 1) * 32; row < rows_of_block; row += 64)
         ends[row] = end_of<Codes, T>(a, share.first_tile * rows_of_tile + row);
       arrive(arrivals.ends);
     }
   } else {
+    const GemmMemory<S> at = places();
+    const auto units = units_of();
     synchronize(begun, S::threads);
     if (lane == 0) units.copy_first(a, memory + at.weights, weights, warp);
     __syncwarp();
@@ -423,7 +431,7 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
     float total[S::columns / 2] = {};
     multiply<Codes, T, S>(a, share, memory, memory + at.weights, memory + at.table, weights, x, total);
     wait(arrivals.ends, 0);
-    meet_and_write<T, S::columns>(a, arrivals, ends, memory + at.sums, total);
+    meet_and_write<T, S::columns>(a, arrivals, ends_at(at.ends), memory + at.sums, total);
   }
 #endif
 }

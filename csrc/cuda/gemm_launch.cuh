@@ -27,7 +27,8 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
     if (error != cudaSuccess) return error;
     if (device < 64) may_use_all[device] = true;
   }
-  if (const cudaError_t error = describe_x(&a.x, std::is_same_v<T, __half>, x, a.m, k, S::columns); error != cudaSuccess)
+  a.rows_of_box = a.m % S::columns ? std::min(S::columns, few_rows_of_box) : S::columns;
+  if (const cudaError_t error = describe_x(&a.x, std::is_same_v<T, __half>, x, a.m, k, a.rows_of_box); error != cudaSuccess)
     return error;
   // Weights: no more than a block has to do; x: what is left. A stage of either is 8 to 70 KB. Where sums that meet have a place
   // of their own, no block has to wait until others have read what was copied: that is worth some stages.
@@ -94,9 +95,9 @@ struct Cost {
   int columns;
   float once, meeting, pair, columns_512;
 };
-// What blocks that fill more than half of the device take more, since no other kernel can begin before they end; and which part
-// of the time for columns, since they share the memory.
-constexpr float crowded = 0.62f, shared_memory = 1.12f;
+// What blocks that fill the device take more, since no other kernel can begin before they end, and which part of the time for
+// columns, since they share the memory: of that none up to half of the device, and all the more between.
+constexpr float crowded = 0.62f, shared_memory = 0.12f;
 
 // How many clusters of one to four blocks, whose multiprocessors they have for themselves, are on a device at once: not as many
 // as there are multiprocessors for, since those of a cluster must be neighbours. Asked once for each device.
@@ -160,10 +161,11 @@ Cut cut_of(const Gemm& a, int64_t k, GemmPlan plan, const AtOnce& at_once, Takes
       if (plan.parts ? blocks != plan.parts : blocks > pieces) continue;
       const int64_t most = at_once.clusters[blocks];
       const auto us_of = [&](int64_t clusters, int parts) {
-        const bool is_crowded = 2 * blocks * clusters > at_once.clusters[1];
-        const float each = cost.columns_512 * (is_crowded ? shared_memory : 1.0f) + decoding(cost.columns);
+        const float filled = static_cast<float>(blocks * clusters) / static_cast<float>(at_once.clusters[1]);
+        const float crowd = std::clamp(2 * filled - 1, 0.0f, 1.0f);
+        const float each = cost.columns_512 * (1 + shared_memory * crowd) + decoding(cost.columns);
         const int columns = (pieces + parts - 1) / parts * piece;
-        const float us = cost.once + cost.meeting * (blocks - 1) + (is_crowded ? crowded : 0.0f) + columns / 512.0f * each;
+        const float us = cost.once + cost.meeting * (blocks - 1) + crowded * crowd + columns / 512.0f * each;
         return us * static_cast<float>((clusters + most - 1) / most);
       };
       const int64_t last = tiles % most;
@@ -230,8 +232,8 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
   };
   const auto decoding = [&](int columns) {
     if (is_table) return !are_weights(columns) ? 1.85f : columns == 256 ? 0.6f : columns == 128 ? 1.2f : 1.0f;
-    const float own = is_integer ? (Codes::bits <= 4 ? 0.0f : Codes::bits == 8 ? 0.15f : 0.3f)
-                                 : (Codes::bits == 4 ? 0.25f : Codes::bits == 6 ? 0.35f : 0.55f);
+    const float own = is_integer ? (Codes::bits <= 4 ? 0.0f : Codes::bits == 8 ? 0.3f : 0.1f)
+                                 : (Codes::bits == 4 ? 0.45f : Codes::bits == 6 ? 0.15f : 0.5f);
     return (own + (is_narrow ? 0.2f : 0.0f)) * (columns == 256 ? 0.6f : 1.0f);
   };
   using Some = ExactShape<Codes, Scaling::plain, 64, 128>;

@@ -46,7 +46,6 @@ struct Arrivals {
     start_barrier(ends, 64);
     start_barrier(done, blocks * tiles_of_block);
     start_barrier(sums, 1);
-    show_barriers_to_copies();
   }
 #endif
 };
