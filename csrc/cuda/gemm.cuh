@@ -158,8 +158,8 @@ struct Weights {
   }
 };
 
-// Rows beyond the last one of x are not asked for: what comes of them is not written, and zeros in their place come slowly where
-// many blocks ask for them at once.
+// What comes of rows beyond the last one of x is not written, and zeros in their place come slowly where many blocks ask for them
+// at once: boxes of few rows leave most of them out.
 template <class S>
 __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
   const int piece = columns_of_piece(S::columns, a.unit.columns), rows = min(a.m - share.first_row_of_x, S::columns);

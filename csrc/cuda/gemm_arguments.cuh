@@ -37,7 +37,7 @@ struct Gemm {
   const void* bias;           // [n] of x's type, or null
   void* y;                    // [m, n]
   int64_t n, tiles;
-  int rows_of_box;  // those of a tile of y, or fewer where the last tile is not full
+  int rows_of_box;  // those of a tile of y, or fewer where half of the last tile or more lies beyond x
   int m, units_of_row, pieces_of_row, group_shift, weight_stages, x_stages;
   int blocks;                  // of a cluster, which share out the columns of W
   Divisor by_blocks, by_rows;  // those; and the blocks that have all rows of W
