@@ -394,34 +394,30 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
     else
       arrive(begun, S::threads);
   }
-  // What who copies x has to know, and no more: the rest is found out behind that copy, by who needs it.
   const Part part = part_of(a);
   const auto cut = [&](int parts) { return static_cast<int>(a.by_blocks.divide(a.pieces_of_row * parts) >> (part.clusters - 1)); };
   const int mine = part.cluster * a.blocks + part.block;
   const Share share = {cut(mine), cut(mine + 1), static_cast<int64_t>(part.rows) * tiles_of_block, part.rows_of_x * S::columns};
-  const auto places = [&] { return GemmMemory<S>(a, table_bytes_of<Codes>, shared_address(memory)); };
-  const auto units_of = [&] { return Weights<S, Unit<Codes::bits, 0, false>::columns>(a, share); };
-  const auto ends_at = [&](int place) { return reinterpret_cast<float2*>(memory + place); };
+  const GemmMemory<S> at(a, table_bytes_of<Codes>, shared_address(memory));
+  Weights<S, Unit<Codes::bits, 0, false>::columns> units(a, share);
+  float2* ends = reinterpret_cast<float2*>(memory + at.ends);
   if (warp >= copier_of_weights) {
     if (a.blocks > 1) announce_to_cluster();
     let_dependents_start();
     give_registers_back<40>();
     if (warp == copier_of_weights) {
-      if (lane == 0) units_of().copy(a, memory + places().weights, weights);
+      if (lane == 0) units.copy(a, memory + at.weights, weights);
     } else if (warp == copier_of_x) {
       if (lane == 0) {
         wait_for_predecessors();
-        copy_x<S>(a, share, memory + GemmMemory<S>::x, x);
+        copy_x<S>(a, share, memory + at.x, x);
       }
     } else {
-      float2* ends = ends_at(places().ends);
       for (int row = threadIdx.x - (copier_of_x + 1) * 32; row < rows_of_block; row += 64)
         ends[row] = end_of<Codes, T>(a, share.first_tile * rows_of_tile + row);
       arrive(arrivals.ends);
     }
   } else {
-    const GemmMemory<S> at = places();
-    const auto units = units_of();
     synchronize(begun, S::threads);
     if (lane == 0) units.copy_first(a, memory + at.weights, weights, warp);
     __syncwarp();
@@ -431,7 +427,7 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
     float total[S::columns / 2] = {};
     multiply<Codes, T, S>(a, share, memory, memory + at.weights, memory + at.table, weights, x, total);
     wait(arrivals.ends, 0);
-    meet_and_write<T, S::columns>(a, arrivals, ends_at(at.ends), memory + at.sums, total);
+    meet_and_write<T, S::columns>(a, arrivals, ends, memory + at.sums, total);
   }
 #endif
 }
