@@ -4,7 +4,7 @@ Each figure is the median over walks through enough copies of a weight to leave 
 is asked for, over one, which stays in the cache if it fits there). On a GPU a walk is one CUDA graph; on a CPU, whose memory
 others use too, walks take turns with some that only read. Where N = K each product takes the one before it as its x, so that
 a kernel which starts early still has to wait for it. The float weight runs beside the quantized ones, under the same
-conditions.
+conditions: where rows of x are many enough to make a GPU lower its clock, each is timed once its own work has done so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPES = (
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)
 _SMALL, _USUAL = 1 << 20, (4096, 4096)  # weights of a layer that are few; a layer of a usual model
 _TURN, _LONG = 3, 1.0  # walks of a turn; seconds after which no other turn begins
-_HARD, _REST = 256, 0.2  # rows of x above which a walk is hard work; seconds of rest behind it
+_HARD, _REST = 128, 0.2  # rows of x above which a walk is hard work; seconds of rest behind it
 
 
 def measure(
@@ -147,7 +147,8 @@ class _Run(NamedTuple):
         """(M, its row), or the error in place of the row; the copies of the weight serve every M.
 
         The largest M first, and a rest behind them: what computes hard lowers a GPU's clock for some tenths of a second, which
-        every kernel shows that is not bound by the memory alone.
+        every kernel shows that is not bound by the memory alone. Such walks are timed at the clock that they lead to themselves,
+        not at the one that was left to them.
         """
         layers: Sequence[nn.Module] = []
         found: list[tuple[int, dict[str, Any], Times, Times | None]] = []
@@ -179,7 +180,7 @@ class _Run(NamedTuple):
     def _timed(self, layers: Sequence[nn.Module], x: Tensor, chained: bool, size: int) -> tuple[Times, Times | None]:
         """A layer's times, and those of the reader where it took turns with the layer: on a CPU."""
         if self.device.type != "cpu":
-            return timed(layers, x, chained=chained, repeats=self.repeats), None
+            return timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > _HARD), None
         start, turns = time.perf_counter(), []
         while not turns or (_TURN * len(turns) < self.repeats and time.perf_counter() - start < _LONG):
             turns.append((timed(layers, x, chained=chained, repeats=_TURN), self.limits.now(size, _TURN)))

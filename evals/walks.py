@@ -21,6 +21,7 @@ COLD = {"cpu": 256 << 20, "cuda": 640 << 20}  # several times the last-level cac
 FEWEST = 24  # calls in a graph, so that starting it costs each of them little
 _SHORT = 0.06  # seconds a walk should take at most
 _PATIENCE = 0.2  # seconds of repeats after which three are enough
+_SETTLED = 0.2  # seconds of hard work after which a GPU keeps its clock
 _CHAIN = 32  # calls after which a chain takes x anew: products of random matrices grow or fade
 
 Call = Callable[[Tensor], Tensor]
@@ -44,16 +45,18 @@ def copies_of(size: int, device: torch.device, cold: bool = True) -> int:
     return max(2, -(-COLD[device.type] // max(size, 1)))
 
 
-def timed(calls: Sequence[Call], x: Tensor, *, chained: bool = False, repeats: int = 9) -> Times:
-    """The median over walks through all of ``calls``. ``chained``: each call takes what the one before it gave.
+def timed(calls: Sequence[Call], x: Tensor, *, chained: bool = False, repeats: int = 9, settled: bool = False) -> Times:
+    """The median over walks through all of ``calls``. ``chained``: each call takes what the one before it gave. ``settled``: of
+    walks on a GPU behind others of the same, as many as its clock takes to settle: what computes hard lowers the clock some tens
+    of milliseconds later, also that of what comes after it.
 
     Raises ``RuntimeError`` where a result is not finite: kernels may have other paths for such numbers.
     """
     with torch.no_grad():
-        return _timed(calls, x, chained, repeats)
+        return _timed(calls, x, chained, repeats, settled)
 
 
-def _timed(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int) -> Times:
+def _timed(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int, settled: bool) -> Times:
     for call in calls[:2]:  # what is compiled or chosen at the first call is not part of a walk
         y = call(x)
     seconds = _seconds(calls, x)
@@ -64,7 +67,7 @@ def _timed(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int) -> Tim
     else:
         fit = max(6, int(_SHORT / seconds))
         rounds = -(-FEWEST // len(calls))
-        times, y = _captured((list(calls) * rounds)[:fit], x, chained, repeats)
+        times, y = _captured((list(calls) * rounds)[:fit], x, chained, repeats, _SETTLED if settled else 0.0)
     if y.is_floating_point() and not bool(torch.isfinite(y).all()):
         raise RuntimeError("the walk ended in numbers that are not finite")
     return times
@@ -93,9 +96,13 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _median(walk: Callable[[], float], repeats: int) -> float:
-    walk()
+def _median(walk: Callable[[], float], repeats: int, before: float = 0.0) -> float:
+    """Of walks behind one that does not count, or behind as many as take ``before`` seconds."""
     start, found = time.perf_counter(), []
+    walk()
+    while time.perf_counter() - start < before:
+        walk()
+    start = time.perf_counter()
     while len(found) < repeats and (len(found) < 3 or time.perf_counter() - start < _PATIENCE):
         found.append(walk())
     return statistics.median(found)
@@ -116,7 +123,7 @@ def _eager(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int) -> tup
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 
-def _captured(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int) -> tuple[Times, Tensor]:
+def _captured(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int, before: float) -> tuple[Times, Tensor]:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -135,12 +142,12 @@ def _captured(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int) -> 
         return start.elapsed_time(end) * 1e3 / len(calls)
 
     graph.instantiate()
-    us = _median(replay, repeats)
+    us = _median(replay, repeats, before)
     early = _make_edges_full(graph.raw_cuda_graph()) > 0
     if not early:
         return Times(us, us, False), y
     graph.instantiate()
-    return Times(us, _median(replay, repeats), True), y
+    return Times(us, _median(replay, repeats, before / 4), True), y
 
 
 class _Edge(ctypes.Structure):

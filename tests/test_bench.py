@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 
 import pytest
@@ -140,6 +141,22 @@ def test_a_chain_hands_each_result_on_and_starts_anew():
     seen.clear()
     walks.timed(calls, torch.zeros(()), repeats=1)
     assert set(seen) == {0.0}
+
+
+def test_walks_count_once_the_clock_has_settled(monkeypatch):
+    """A walk of 60 ms each time, the first ones slow: with 0.2 s before, none of those that took 0.24 s counts."""
+    clock, walked = itertools.count(), []
+    monkeypatch.setattr(walks.time, "perf_counter", lambda: 0.06 * len(walked) + 1e-9 * next(clock))
+
+    def walk():
+        walked.append(9.0 if len(walked) < 4 else 1.0)
+        return walked[-1]
+
+    assert walks._median(walk, 3, before=0.2) == 1.0
+    assert len(walked) == 7
+    walked.clear()
+    assert walks._median(walk, 3) == 9.0
+    assert len(walked) == 4
 
 
 def test_a_walk_into_infinity_is_refused():

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -59,6 +60,33 @@ def test_products_of_hopper_stay_in_registers(setup: ModuleType, source: str, tm
     assert len(kernels) > 4
     assert set(kernels) == {("0", "0")}
     assert "Potential Performance Loss" not in said
+    if source.startswith("gemm"):
+        if (dump := cuobjdump()) is None:
+            pytest.skip("cuobjdump is not on this machine, so no loop was read")
+        code = subprocess.run([dump, "-sass", str(tmp_path / "kernels.o")], capture_output=True, text=True, check=True).stdout
+        loops = list(loops_of_products(code))
+        assert len(loops) > 4
+        assert not [loop for loop in loops if "S2UR" in loop], "a loop asks where its shared memory is: let registers hold that"
+
+
+def cuobjdump() -> str | None:
+    """CUDA's, or the one that Triton brings."""
+    triton = importlib.util.find_spec("triton")
+    beside = Path(triton.origin).parent / "backends" / "nvidia" / "bin" if triton and triton.origin else Path()
+    return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=str(beside))
+
+
+def loops_of_products(code: str) -> Iterator[str]:
+    """Of each kernel in ``cuobjdump -sass``, the innermost loop with most products of the tensor cores."""
+    for kernel in code.split("Function : ")[1:]:
+        lines = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", kernel)]
+        jumps = [(at, int(to[1], 16)) for at, what in lines if (to := re.search(r"BRA.* 0x([0-9a-f]+)", what))]
+        back = [(to, at) for at, to in jumps if to < at]
+        inner = [(a, b) for a, b in back if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in back)]
+        loops = ["\n".join(what for at, what in lines if first <= at <= last) for first, last in inner]
+        loop = max(loops, key=lambda loop: loop.count("HGMMA"), default="")
+        if "HGMMA" in loop:
+            yield loop
 
 
 # ---- what a wheel holds ----------------------------------------------------------------------------------------

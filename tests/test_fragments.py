@@ -17,13 +17,13 @@ from lowbit_kernels import registry
 from lowbit_kernels.layouts import LAYOUTS, Parts
 
 FAMILIES = ("halves", "digits")  # of tensor cores: 16-bit floats and integers
-GEMM = "gemm"  # 16-bit floats again, in groups of warps
-ROWS = {f: [row for row in registry.kernels() if row.name.startswith(f"cuda_tiles_{f}")] for f in (*FAMILIES, GEMM)}
+GEMM, ROUNDED = "gemm", "gemm_rounded"  # 16-bit floats again, in groups of warps
+ROWS = {f: [row for row in registry.kernels() if row.name.startswith(f"cuda_tiles_{f}")] for f in (*FAMILIES, GEMM, ROUNDED)}
 PLAIN, MX = (
     sorted((f, name) for f in families for row in ROWS[f] if scale in row.scales and row.m[1] for name in row.formats)
     for scale, families in (("fp32", (*FAMILIES, GEMM)), ("e8m0", FAMILIES))
 )
-CONTRACTS = {"halves": "exact", "digits": "exact digits"}
+CONTRACTS = {"halves": "exact", "digits": "exact digits", GEMM: "exact", ROUNDED: "weights rounded once"}
 DTYPES = (torch.bfloat16, torch.float16)
 
 pytestmark = [
@@ -44,7 +44,7 @@ def product(family, x, codes, scheme, scale, zero=None, outer=None):
         pytest.skip(f"{row.name} is for Hopper alone")
     parts = LAYOUTS["tiles"].arrange(Parts(pack(codes, scheme.bits), scale, zero), scheme, codes.shape[1])
     there = [None if part is None else part.cuda() for part in (*parts, outer)]
-    y = torch.cat([row.run(some.cuda(), *there, None, scheme).cpu() for some in x.split(row.m[1])])
+    y = torch.cat([row.run(some.cuda(), *there, None, scheme).cpu() for some in x.split(row.m[1] or len(x))])
     return y.double(), to_values(codes, scheme, Scales(scale, zero, outer), torch.float64)
 
 
@@ -96,9 +96,37 @@ def test_scales_that_16_bits_cannot_take_in(family, name, dtype, exponents):
     assert bool((y[~fits].abs() >= 0.98 * largest).all())
 
 
+MULTIPLIED = [(ROUNDED, "bf16", torch.bfloat16), (ROUNDED, "fp16", torch.float16), (GEMM, "e8m0", torch.bfloat16)]
+
+
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"])
+@pytest.mark.parametrize(("family", "kind", "dtype"), MULTIPLIED)
+@pytest.mark.parametrize("m", [20, 70, 200])
+def test_scales_of_many_sizes_that_multiply_operands(name, family, kind, dtype, m):
+    """Numbers reach operands as small powers of two, and scales of 4 and more would overflow together with what undoes that."""
+    torch.manual_seed(0)
+    scheme = Scheme(name, 32, "none", kind)
+    n, k = 80, 2080
+    finite = torch.tensor([c for c, value in enumerate(FORMATS[name].values) if math.isfinite(value)], dtype=torch.uint8)
+    codes, power = finite[torch.randint(len(finite), (n, k))], torch.randint(-9, 0, (n, k // 32))
+    power[16:32] += 12
+    power[40, 20] = 12
+    power[48:64] = torch.arange(-1, 4).repeat(13)
+    if dtype is torch.float16:  # weights have to fit in it
+        power.clamp_(max=math.floor(math.log2(30000 / FORMATS[name].max)))
+    if kind == "e8m0":
+        scale = (power + 127).to(torch.uint8)
+    else:
+        scale = torch.exp2(power.double()).mul(torch.rand(n, k // 32) + 1).to(scheme.scale_dtype)
+    x = (torch.randn(m, k) / 64 / FORMATS[name].max).to(dtype)
+    y, weights = product(family, x, codes, scheme, scale)
+    exact = x.double() @ weights.T
+    assert bool(((y - exact).abs() <= linear_bound(CONTRACTS[family], x.double(), weights, None, exact, dtype)).all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outer", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, GEMM])
 def test_scales_of_nvfp4_that_are_subnormal_or_negative(family, dtype, outer):
     torch.manual_seed(0)
     scheme = Scheme("fp4_e2m1", 16, "none", "fp8_e4m3fn", outer)
@@ -141,7 +169,7 @@ def test_digits_of_x_that_is_not_finite(name, value):
     assert not y[1].isfinite().any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, GEMM])
 def test_a_group_whose_scale_is_nan_is_nan(family):
     for name, nan in (("fp4_e2m1:g32:e8m0", 255), ("mxint8:g32:e8m0", 255), ("fp4_e2m1:g16:fp8_e4m3fn", 127)):
         scheme = Scheme.parse(name)

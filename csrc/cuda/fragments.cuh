@@ -277,8 +277,9 @@ struct Floats {
     static_assert(has_nan);
     make<false>(held, step, half, row, row8, a, see);
   }
-  static constexpr int highest = mantissa - 1 + exponent;  // where the bit behind the sign goes
-  static constexpr uint32_t magnitude = twice(((1u << (bits - 1)) - 1) << (highest + 2 - bits));
+  static constexpr int highest = mantissa - 1 + exponent, lowest = highest + 2 - bits;  // where the bits behind the sign go
+  static constexpr uint32_t magnitude = twice(((1u << (bits - 1)) - 1) << lowest);
+  static constexpr bool is_short = top == Top::number && lowest + bits <= 16 - bits;
   static constexpr bool has_nan = top == Top::nan_where_all_ones;
 
  private:
@@ -290,7 +291,12 @@ struct Floats {
       const int left = 8 - bits - place_of_code(bits, step % steps_of_run(bits));  // bits of its byte above the sign
       const uint32_t codes = codes_of<bits>(held, step, i % 2 + 2 * half);
       const uint32_t signs = codes << left + (i < 2 ? 8 : 0);
-      if constexpr (is_in_place) {
+      if constexpr (is_short) {  // a code twice, once with its sign and once with the rest in place
+        const int low = 8 - bits - left;
+        const uint32_t code = (i < 2 ? codes : codes >> 8) & twice((1u << bits) - 1) << low;
+        const uint32_t number = code * ((1u << lowest - low) + (1u << 16 - bits - low)) & (0x80008000u | magnitude);
+        a[0][i] = fused<T>(number, i % 2 ? row8.factor : row.factor, 0x80008000u);
+      } else if constexpr (is_in_place) {
         a[0][i] = fused<T>(signs & 0xff00ff00u, i % 2 ? row8.factor : row.factor, 0x80008000u);
       } else {
         const uint32_t moved = shifted_left(codes, left + highest - (i < 2 ? 6 : 14)) & magnitude;

@@ -159,20 +159,18 @@ struct Weights {
 };
 
 // What comes of rows beyond the last one of x is not written, and zeros in their place come slowly where many blocks ask for them
-// at once: boxes of few rows leave most of them out.
+// at once: boxes of the last tile have the rows alone that there are.
 template <class S>
 __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
   const int piece = columns_of_piece(S::columns, a.unit.columns), rows = min(a.m - share.first_row_of_x, S::columns);
-  const int boxes = a.rows_of_box == S::columns ? 1 : (rows + few_rows_of_box - 1) / few_rows_of_box;
+  const CUtensorMap* const x = rows < S::columns ? &a.last_of_x : &a.x;
   for (int c = share.first * piece; c < share.last * piece; c += S::stage_columns, ring.advance()) {
     wait(ring.free + ring.stage, ring.parity ^ 1);
-    expect(ring.full + ring.stage, S::boxes_of_stage * boxes * a.rows_of_box * columns_of_box * 2);
+    expect(ring.full + ring.stage, S::boxes_of_stage * rows * columns_of_box * 2);
 #pragma unroll
     for (int b = 0; b < S::boxes_of_stage; b++)
-#pragma unroll 1
-      for (int i = 0; i < boxes; i++)
-        copy_box(memory + ring.stage * S::stage_bytes + b * S::box_bytes + i * few_rows_of_box * columns_of_box * 2, &a.x,
-                 c + b * columns_of_box, share.first_row_of_x + i * few_rows_of_box, ring.full + ring.stage);
+      copy_box(memory + ring.stage * S::stage_bytes + b * S::box_bytes, x, c + b * columns_of_box, share.first_row_of_x,
+               ring.full + ring.stage);
   }
 }
 
@@ -319,12 +317,12 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   for (int u = share.first; u < share.last; u++) {
 #pragma unroll
     for (int g = 0; g < batches; g++) {
-      uint32_t b = 0;
+      uint64_t b = 0;
 #pragma unroll
       for (int i = 0; i < halves; i++) {
         const int stage = (g * batch + i * 16) / S::stage_columns, at = (g * batch + i * 16) % S::stage_columns;
         if (at == 0) wait(x.full + x.at(stage), x.parity);
-        if (at == 0 || i == 0) b = boxes_of_x + x.at(stage) * (S::stage_bytes / 16);
+        if (at == 0 || i == 0) b = description(boxes_of_x) + x.at(stage) * (S::stage_bytes / 16);
         if (i == 0) {
           fence_products();
           if (g + ahead < batches) read(g + ahead);
@@ -384,7 +382,7 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
   if (warp >= copier_of_weights) {
     if (lane == 0) {
       if (warp == copier_of_weights) weights.start();
-      if (warp == copier_of_x) prefetch_description(&a.x), x.start();
+      if (warp == copier_of_x) prefetch_description(a.m < S::columns ? &a.last_of_x : &a.x), x.start();
       if (warp == copier_of_x + 1) arrivals.start();
       show_barriers_to_copies();
     }

@@ -23,11 +23,10 @@ struct Divisor {
   }
 };
 
-constexpr int few_rows_of_box = 32;
-
 struct Gemm {
-  CUtensorMap x;         // [m, k] in boxes of `rows_of_box` rows of 64
-  const uint8_t* units;  // [tiles][units_of_row]
+  CUtensorMap x;          // [m, k] in boxes of 64 columns and the rows of a tile of y
+  CUtensorMap last_of_x;  // the same in boxes of the last tile's rows, where those are fewer
+  const uint8_t* units;   // [tiles][units_of_row]
   UnitPlan unit;
   ScaleType scale_type;
   const void* scale;          // [n] where a row is one group, else in the units
@@ -37,7 +36,6 @@ struct Gemm {
   const void* bias;           // [n] of x's type, or null
   void* y;                    // [m, n]
   int64_t n, tiles;
-  int rows_of_box;  // those of a tile of y, or fewer where half of the last tile or more lies beyond x
   int m, units_of_row, pieces_of_row, group_shift, weight_stages, x_stages;
   int blocks;                  // of a cluster, which share out the columns of W
   Divisor by_blocks, by_rows;  // those; and the blocks that have all rows of W

@@ -27,12 +27,12 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
     if (error != cudaSuccess) return error;
     if (device < 64) may_use_all[device] = true;
   }
-  // Small boxes take longer than what they leave out saves, unless that is half of a tile or more.
-  const int rows_of_last = a.m % S::columns;
-  const bool leaves_out = a.m > S::columns && rows_of_last > 0 && rows_of_last <= S::columns / 2;
-  a.rows_of_box = leaves_out ? std::min(S::columns, few_rows_of_box) : S::columns;
-  if (const cudaError_t error = describe_x(&a.x, std::is_same_v<T, __half>, x, a.m, k, a.rows_of_box); error != cudaSuccess)
-    return error;
+  const auto describe = [&](CUtensorMap& map, int rows_of_box) {
+    return describe_x(&map, std::is_same_v<T, __half>, x, a.m, k, rows_of_box);
+  };
+  cudaError_t error = a.m < S::columns ? cudaSuccess : describe(a.x, S::columns);
+  if (error == cudaSuccess && a.m % S::columns) error = describe(a.last_of_x, a.m % S::columns);
+  if (error != cudaSuccess) return error;
   // Weights: no more than a block has to do; x: what is left. A stage of either is 8 to 70 KB. Where sums that meet have a place
   // of their own, no block has to wait until others have read what was copied: that is worth some stages.
   const int64_t tiles = (a.tiles + tiles_of_block - 1) / tiles_of_block * ((a.m + S::columns - 1) / S::columns);

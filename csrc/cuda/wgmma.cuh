@@ -12,7 +12,8 @@ namespace lowbit::cuda {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // Operand B: n rows of 64 columns of 16 bits, 128 bytes a row, as a tensor copy with 128-byte swizzle lays them down. Its
-// description counts 16 bytes: one more is eight columns on.
+// description counts 16 bytes: one more is eight columns on. (What is added to all of it costs an operation; put together for
+// each product from its halves, of which the upper one never changes, it would cost three.)
 __device__ __forceinline__ uint32_t operand_b(uint32_t address) { return 1 << 16 | (address & 0x3ffff) >> 4; }
 __device__ __forceinline__ uint64_t description(uint32_t b) {
   constexpr uint64_t swizzle_of_128_bytes = uint64_t{1} << 62, eight_rows = uint64_t{1024 >> 4} << 32;
@@ -44,7 +45,7 @@ struct Product;
 #define LOWBIT_PRODUCT_16(T, name)                                                                                             \
 template <>                                                                                                                    \
 struct Product<16, T> {                                                                                                        \
-  __device__ static __forceinline__ void add(float (&c)[8], const uint32_t (&a)[4], uint32_t b, int keep) {                    \
+  __device__ static __forceinline__ void add(float (&c)[8], const uint32_t (&a)[4], uint64_t b, int keep) {                    \
     asm volatile(                                                                                                              \
         "{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %13, 0;\n\t"                                                               \
         "wgmma.mma_async.sync.aligned.m64n16k16.f32." name "." name " {"                                                       \
@@ -52,7 +53,7 @@ struct Product<16, T> {                                                         
         "}, {%8, %9, %10, %11}, %12, keep, 1, 1, 0;\n\t}"                                                                      \
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]),                                                                      \
           "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])                                                                       \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description(b)), "r"(keep));                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));                                         \
   }                                                                                                                            \
 };
 LOWBIT_PRODUCT_16(__nv_bfloat16, "bf16")
@@ -62,7 +63,7 @@ LOWBIT_PRODUCT_16(__half, "f16")
 #define LOWBIT_PRODUCT_32(T, name)                                                                                             \
 template <>                                                                                                                    \
 struct Product<32, T> {                                                                                                        \
-  __device__ static __forceinline__ void add(float (&c)[16], const uint32_t (&a)[4], uint32_t b, int keep) {                   \
+  __device__ static __forceinline__ void add(float (&c)[16], const uint32_t (&a)[4], uint64_t b, int keep) {                   \
     asm volatile(                                                                                                              \
         "{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %21, 0;\n\t"                                                               \
         "wgmma.mma_async.sync.aligned.m64n32k16.f32." name "." name " {"                                                       \
@@ -72,7 +73,7 @@ struct Product<32, T> {                                                         
           "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),                                                                      \
           "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]),                                                                    \
           "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])                                                                   \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description(b)), "r"(keep));                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));                                         \
   }                                                                                                                            \
 };
 LOWBIT_PRODUCT_32(__nv_bfloat16, "bf16")
@@ -82,7 +83,7 @@ LOWBIT_PRODUCT_32(__half, "f16")
 #define LOWBIT_PRODUCT_64(T, name)                                                                                             \
 template <>                                                                                                                    \
 struct Product<64, T> {                                                                                                        \
-  __device__ static __forceinline__ void add(float (&c)[32], const uint32_t (&a)[4], uint32_t b, int keep) {                   \
+  __device__ static __forceinline__ void add(float (&c)[32], const uint32_t (&a)[4], uint64_t b, int keep) {                   \
     asm volatile(                                                                                                              \
         "{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %37, 0;\n\t"                                                               \
         "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {"                                                       \
@@ -97,7 +98,7 @@ struct Product<64, T> {                                                         
           "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),                                                                  \
           "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]),                                                                  \
           "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])                                                                   \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description(b)), "r"(keep));                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));                                         \
   }                                                                                                                            \
 };
 LOWBIT_PRODUCT_64(__nv_bfloat16, "bf16")
@@ -107,7 +108,7 @@ LOWBIT_PRODUCT_64(__half, "f16")
 #define LOWBIT_PRODUCT_128(T, name)                                                                                            \
 template <>                                                                                                                    \
 struct Product<128, T> {                                                                                                       \
-  __device__ static __forceinline__ void add(float (&c)[64], const uint32_t (&a)[4], uint32_t b, int keep) {                   \
+  __device__ static __forceinline__ void add(float (&c)[64], const uint32_t (&a)[4], uint64_t b, int keep) {                   \
     asm volatile(                                                                                                              \
         "{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %69, 0;\n\t"                                                               \
         "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {"                                                      \
@@ -132,7 +133,7 @@ struct Product<128, T> {                                                        
           "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]),                                                                  \
           "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]),                                                                  \
           "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])                                                                   \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description(b)), "r"(keep));                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));                                         \
   }                                                                                                                            \
 };
 LOWBIT_PRODUCT_128(__nv_bfloat16, "bf16")
@@ -142,7 +143,7 @@ LOWBIT_PRODUCT_128(__half, "f16")
 #define LOWBIT_PRODUCT_256(T, name)                                                                                            \
 template <>                                                                                                                    \
 struct Product<256, T> {                                                                                                       \
-  __device__ static __forceinline__ void add(float (&c)[128], const uint32_t (&a)[4], uint32_t b, int keep) {                  \
+  __device__ static __forceinline__ void add(float (&c)[128], const uint32_t (&a)[4], uint64_t b, int keep) {                  \
     asm volatile(                                                                                                              \
         "{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %133, 0;\n\t"                                                              \
         "wgmma.mma_async.sync.aligned.m64n256k16.f32." name "." name " {"                                                      \
@@ -187,7 +188,7 @@ struct Product<256, T> {                                                        
           "+f"(c[116]), "+f"(c[117]), "+f"(c[118]), "+f"(c[119]),                                                              \
           "+f"(c[120]), "+f"(c[121]), "+f"(c[122]), "+f"(c[123]),                                                              \
           "+f"(c[124]), "+f"(c[125]), "+f"(c[126]), "+f"(c[127])                                                               \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(description(b)), "r"(keep));                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));                                         \
   }                                                                                                                            \
 };
 LOWBIT_PRODUCT_256(__nv_bfloat16, "bf16")
