@@ -133,7 +133,7 @@ def cpu_commands(out: Path, temp: Path) -> list[tuple[Path, list[str]]]:
     torch, cxx = torch_folder(), compiler()
     include = f"-isystem{torch / 'include'}"
     folder = ROOT / "csrc" / "cpu"
-    objects = {temp / "bindings.o": [include, str(folder / "bindings.cpp")]}
+    objects = {temp / f"{file.stem}.o": [include, str(file)] for file in sorted(folder.glob("*_bindings.cpp"))}
     for name, flags in INSTRUCTION_SETS.items():
         for source in ("linear", "panels", "quantize"):
             objects[temp / f"{source}_{name}.o"] = [*flags, f"-DLOWBIT_SET={name}", str(folder / f"{source}.cpp")]

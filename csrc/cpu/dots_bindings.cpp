@@ -1,0 +1,63 @@
+// lowbit_cpu::dots_linear, where the processor has dot products of bfloat16.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "dots.h"
+#include "tasks.h"
+#include "weight.h"
+
+namespace {
+
+using namespace lowbit::cpu;
+
+// Whether `dots_linear` runs on this processor.
+bool has_dots() {
+#if defined(__x86_64__)
+  return std::string(instruction_set().name) == "avx512" && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+// The product of bfloat16 with a weight that is rounded to it, for any number of rows of x.
+Tensor dots_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
+                   std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size) {
+  STD_TORCH_CHECK(has_dots(), "this processor has no dot products of bfloat16");
+  STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && x_any.scalar_type() == ScalarType::BFloat16, "x must be bfloat16 [..., K] on the CPU");
+  const Tensor x = dense(x_any);
+  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
+  Linear& a = weight.a;
+  Product product(x, a.n);
+  a.m = product.m;
+  std::optional<Tensor> bias;
+  Numbers bias_numbers;
+  if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
+  Tensor& y = product.y;
+  if (a.m == 0 || a.n == 0) return y;
+  const uint16_t* given = static_cast<const uint16_t*>(x.const_data_ptr());
+  const int64_t stride = stride_of_dots(a.k);
+  const auto of_x = lines_of<uint16_t>(a.m * stride);
+  torch::stable::parallel_for(0, a.m, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++) std::fill(std::copy_n(given + m * a.k, a.k, of_x.get() + m * stride), of_x.get() + (m + 1) * stride, 0);
+  });
+#if defined(__x86_64__)
+  const Dots dots = {of_x.get(), bias ? &bias_numbers : nullptr, static_cast<uint16_t*>(y.mutable_data_ptr())};
+  in_tasks(a, [&](int64_t begin, int64_t end) { avx512bf16::dots_linear(a, dots, begin, end); });
+#endif
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cpu, m) {
+  m.def(
+      "dots_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
+      "Tensor? scale_values, int group_size) -> Tensor");
+  m.def("has_dots() -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_cpu, CompositeExplicitAutograd, m) {
+  m.impl("dots_linear", TORCH_BOX(&dots_linear));
+  m.impl("has_dots", TORCH_BOX(&has_dots));
+}

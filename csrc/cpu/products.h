@@ -1,0 +1,148 @@
+// Products of rows of x and a weight that has been checked: by digits, in floats a step at a time, or in floats.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+
+#include "digits_plan.h"
+#include "raised.h"
+#include "tasks.h"
+#include "weight.h"
+
+namespace lowbit::cpu {
+
+// The product by digits of x; false where it cannot be had. `groups`: of the plan's steps.
+template <typename Finish>
+bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* groups, const Numbers& x, const float* given,
+                     const Finish& finish) {
+  constexpr int64_t line = 64;
+  const auto lines = [](int64_t bytes) { return (bytes + line - 1) / line * line; };
+  const int64_t digits = lines(plan.steps * a.m * plan.size * plan.columns);
+  const int64_t sums = lines(plan.steps * a.m * plan.kernels->lanes * 4);
+  const auto room = lines_of<int8_t>(digits + sums + a.m * plan.slices * 4);
+  const Bytewise how = plan.bytewise();
+  const DigitsOfX of_x = {plan.count, given, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.in_quarters,
+                          room.get(), reinterpret_cast<int32_t*>(room.get() + digits),
+                          reinterpret_cast<float*>(room.get() + digits + sums)};
+  if (!plan.kernels->take_digits(a, how, x, of_x)) return false;
+  std::atomic<bool> good{true};
+  in_turns(a, [&](int64_t begin, int64_t end) {
+    if (!plan.kernels->digits(a, how, of_x, begin, end)) good = false;
+    finish(begin, end);
+  });
+  return good;
+}
+
+// The product in floats, a step at a time; false where it cannot be had.
+template <typename Finish>
+bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
+  const StepKernels* const kernels = instruction_set().steps;
+  if (!kernels || !kernels->floats || !takes_floats(a)) return false;
+  const int64_t columns = columns_of(a.bits, kernels->lanes), steps = (a.k + columns - 1) / columns;
+  const std::unique_ptr<int32_t[]> groups(new int32_t[steps * 4]);
+  for (int64_t i = 0; i < steps * 4; i++) {
+    const int64_t column = i * (columns / 4);
+    groups[i] = static_cast<int32_t>((column < a.k ? column : a.k - 1) / a.group);
+  }
+  const auto numbers = lines_of<float>(steps * a.m * columns);
+  const FloatsOfX of_x = {steps, groups.get(), numbers.get()};
+  kernels->take_floats(a, x, of_x);
+  in_turns(a, [&](int64_t begin, int64_t end) {
+    kernels->floats(a, of_x, begin, end);
+    finish(begin, end);
+  });
+  return true;
+}
+
+// The product in floats.
+template <typename Finish>
+void multiply_floats(Linear& a, const Numbers& x, int64_t groups, const InstructionSet& set, const Finish& finish) {
+  int64_t blocks = 0;
+  for (int64_t g = 0; g < groups; g++) blocks += span_of(a, g).blocks;
+  const auto arranged = lines_of<float>(blocks * block * a.m);
+  set.arrange(a, x, arranged.get());
+  a.arranged = arranged.get();
+  in_tasks(a, [&](int64_t begin, int64_t end) {
+    set.linear(a, begin, end);
+    finish(begin, end);
+  });
+}
+
+// Rounded to nearest even; what a float cannot be rounded to becomes infinity, NaN stays NaN.
+template <typename T>
+void finish_rows(const Linear& a, const Numbers* bias, const float* back, T* out, int64_t begin, int64_t end) {
+  const float* sums = a.y;
+  for (int64_t m = 0; m < a.m; m++)
+    for (int64_t n = begin; n < end; n++) {
+      float sum = sums[m * a.n + n] * (back ? back[m] : 1.0f);
+      if (bias) {
+        const uint16_t* halves = static_cast<const uint16_t*>(bias->data);
+        sum += bias->stored == Stored::float32    ? static_cast<const float*>(bias->data)[n]
+               : bias->stored == Stored::bfloat16 ? lowbit::bfloat16_to_float(halves[n])
+                                                  : lowbit::half_to_float(halves[n]);
+      }
+      out[m * a.n + n] = static_cast<T>(sum);
+    }
+}
+
+// What a product adds and how it goes: by digits where there is a plan of them.
+struct How {
+  const Numbers* bias = nullptr;
+  const DigitsPlan* plan = nullptr;
+  const int32_t* groups = nullptr;  // of the plan's steps
+  const float* given = nullptr;     // the scale of x
+  const char* instructions = "";
+};
+
+// The rows of x times a weight of `groups` a row, into y.
+inline void multiply(Linear& a, int64_t groups, const Tensor& x, const Tensor& y, const How& how) {
+  Numbers x_numbers = numbers_of(x, "x");
+  x_numbers.stride = a.k;
+  const std::unique_ptr<float[]> sums(new float[std::min(a.m, most_rows_at_once) * a.n]);
+  a.y = sums.get();
+  char* out = static_cast<char*>(y.mutable_data_ptr());
+  const Stored type = x_numbers.stored;
+  const int64_t bytes = type == Stored::float32 ? 4 : 2;
+  const float* back = nullptr;
+  const auto finish = [&](int64_t begin, int64_t end) {
+    if (type == Stored::bfloat16) return finish_rows(a, how.bias, back, reinterpret_cast<c10::BFloat16*>(out), begin, end);
+    if (type == Stored::float16) return finish_rows(a, how.bias, back, reinterpret_cast<c10::Half*>(out), begin, end);
+    return finish_rows(a, how.bias, back, reinterpret_cast<float*>(out), begin, end);
+  };
+  // Some rows of x at a time.
+  const auto in_parts = [&](int64_t most, const auto& multiply) {
+    const int64_t rows = a.m;
+    char* const first = out;
+    bool good = true;
+    for (int64_t m = 0; m < rows && good; m += most) {
+      a.m = std::min(rows - m, most);
+      out = first + m * a.n * bytes;
+      Numbers some = x_numbers;
+      some.data = static_cast<const char*>(x_numbers.data) + m * a.k * bytes;
+      good = multiply(some);
+    }
+    a.m = rows, out = first;
+    return good;
+  };
+  const auto by_digits = [&](const Numbers& some) { return multiply_digits(a, *how.plan, how.groups, some, how.given, finish); };
+  if (how.plan && in_parts(most_rows_at_once, by_digits)) return;
+  STD_TORCH_CHECK(!how.plan || how.plan->count != 1, "zero points must be codes, 0..", (1 << a.bits) - 1);
+  in_parts(most_rows, [&](Numbers some) {
+    const Raised raised(some, a.m, a.k);
+    if (raised.numbers) some.data = raised.numbers.get(), some.stored = Stored::float32;
+    back = raised.back;
+    const InstructionSet& set = instruction_set(how.instructions);
+    if (&set != &instruction_set() || !multiply_steps(a, some, finish)) multiply_floats(a, some, groups, set, finish);
+    return true;
+  });
+}
+
+// By digits of x with a plan made for this call.
+inline void multiply_planned(Linear& a, int64_t groups, const Tensor& x, const Tensor& y, int digits, How how) {
+  const DigitsPlan plan(a, digits);
+  const std::unique_ptr<int32_t[]> of_steps(new int32_t[plan.numbers_of_groups()]);
+  plan.take_groups(a, of_steps.get());
+  how.plan = &plan, how.groups = of_steps.get();
+  multiply(a, groups, x, y, how);
+}
+
+}  // namespace lowbit::cpu

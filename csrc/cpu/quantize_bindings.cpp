@@ -1,0 +1,75 @@
+// lowbit_cpu::quantize and lowbit_cpu::panel: floats into codes and scales, and back.
+#include <torch/csrc/stable/library.h>
+
+#include <atomic>
+#include <string>
+
+#include "tasks.h"
+#include "weight.h"
+
+namespace {
+
+using namespace lowbit::cpu;
+
+// Rows of the weight as numbers of the type of `out` [N, K].
+void panel(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer, Tensor values,
+           std::optional<Tensor> scale_values, int64_t group_size, std::string instructions) {
+  STD_TORCH_CHECK(out.is_cpu() && out.dim() == 2 && is_float(out) && out.is_contiguous() && out.size(0) == packed.size(0),
+                  "out must be contiguous float32, bfloat16 or float16 [N, K] on the CPU");
+  const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, out.size(1));
+  const InstructionSet& set = instruction_set(instructions.c_str());
+  const Stored type = numbers_of(out, "out").stored;
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t k = out.size(1), row = k * (type == Stored::float32 ? 4 : 2);
+  in_tasks(weight.a, [&](int64_t begin, int64_t end) { set.panel(weight.a, type, to + begin * row, k, begin, end); });
+}
+
+// Codes and scales of w [N, K] into tensors that are there; false where the weight or a scale is no number to be stored.
+bool quantize(Tensor w_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, int64_t bits, int64_t group_size, double low,
+              double high, double largest, std::string instructions) {
+  STD_TORCH_CHECK(w_any.is_cpu() && w_any.dim() == 2 && is_float(w_any), "w must be float32, bfloat16 or float16 [N, K] on the CPU");
+  STD_TORCH_CHECK(bits >= 1 && bits <= 8 && group_size >= 1, "bits must be 1..8 and group_size at least 1, got ", bits, " and ",
+                  group_size);
+  const Tensor w = with_dense_rows(w_any);
+  Quantize a = {};
+  a.n = w.size(0), a.k = w.size(1), a.group = group_size, a.bits = static_cast<int>(bits);
+  const int64_t groups = (a.k + a.group - 1) / a.group;
+  check_weight_matrix(packed, "packed", a.n, lowbit::packed_size(a.bits, a.k));
+  check_weight_matrix(scale, "scale", a.n, groups);
+  STD_TORCH_CHECK(packed.is_contiguous() && scale.is_contiguous() && is_float(scale) && packed.scalar_type() == ScalarType::Byte,
+                  "packed must be contiguous uint8 and scale contiguous float32, bfloat16 or float16");
+  a.w = numbers_of(w, "w");
+  a.low = static_cast<float>(low), a.high = static_cast<float>(high), a.largest = static_cast<float>(largest);
+  a.stored = numbers_of(scale, "scale").stored;
+  a.scale = scale.mutable_data_ptr();
+  a.packed = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  if (zero) {
+    check_weight_matrix(*zero, "zero_point", a.n, groups);
+    STD_TORCH_CHECK(zero->is_contiguous() && zero->scalar_type() == ScalarType::Byte, "zero_point must be contiguous uint8");
+    a.zero = static_cast<uint8_t*>(zero->mutable_data_ptr());
+  }
+  const InstructionSet& set = instruction_set(instructions.c_str());
+  std::atomic<bool> good{true};
+  Linear size = {};
+  size.n = a.n, size.k = a.k;
+  in_tasks(size, [&](int64_t begin, int64_t end) {
+    if (!set.quantize(a, begin, end)) good = false;
+  });
+  return good;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cpu, m) {
+  m.def(
+      "quantize(Tensor w, Tensor(a!) packed, Tensor(b!) scale, Tensor(c!)? zero_point, int bits, int group_size, float low, "
+      "float high, float largest, str instructions='') -> bool");
+  m.def(
+      "panel(Tensor(a!) out, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor values, "
+      "Tensor? scale_values, int group_size, str instructions='') -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_cpu, CompositeExplicitAutograd, m) {
+  m.impl("panel", TORCH_BOX(&panel));
+  m.impl("quantize", TORCH_BOX(&quantize));
+}

@@ -1,0 +1,56 @@
+// The rows of a weight over torch's threads, and the room that they work in.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+
+#include "linear.h"
+
+namespace lowbit::cpu {
+
+// The rows of the weight over torch's threads, in tasks of eight, so that no thread's share cuts a tile of rows; a thread takes
+// at least so many weights.
+template <typename Multiply>
+void in_tasks(const Linear& a, const Multiply& multiply) {
+  constexpr int64_t rows = 8, weights = 1 << 16;
+  const int64_t grain = weights / (rows * (a.k > 0 ? a.k : 1)) + 1;
+  torch::stable::parallel_for(0, (a.n + rows - 1) / rows, grain, [&](int64_t begin, int64_t end) {
+    multiply(begin * rows, end * rows < a.n ? end * rows : a.n);
+  });
+}
+
+// The same in turns: a thread takes part of what is left, less each time, so that one which is held up by others holds up none.
+template <typename Multiply>
+void in_turns(const Linear& a, const Multiply& multiply) {
+  constexpr int64_t rows = 32, weights = 1 << 18;
+  const int64_t tasks = (a.n + rows - 1) / rows, least = weights / (rows * (a.k > 0 ? a.k : 1)) + 1;
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, tasks, (least + 1) / 2, [&](int64_t begin, int64_t end) {
+    for (int64_t at = next.load();;) {
+      if (at >= tasks) return;
+      const int64_t half_share = (tasks - at) * (end - begin) / (2 * tasks);
+      const int64_t past = std::min(at + std::max(half_share, least), tasks);
+      if (!next.compare_exchange_weak(at, past)) continue;
+      multiply(at * rows, std::min(past * rows, a.n));
+      at = next.load();
+    }
+  });
+}
+
+// Room that kernels read a register at a time: it begins with a line, since a register from two of them takes twice as long.
+struct Freed {
+  void operator()(void* room) const { std::free(room); }
+};
+template <typename T>
+std::unique_ptr<T[], Freed> lines_of(int64_t count) {
+  constexpr size_t line = 64;
+  void* const room = std::aligned_alloc(line, (count * sizeof(T) + line - 1) / line * line);
+  STD_TORCH_CHECK(room || !count, "no memory for ", count, " numbers");
+  return std::unique_ptr<T[], Freed>(static_cast<T*>(room));
+}
+
+}  // namespace lowbit::cpu

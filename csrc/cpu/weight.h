@@ -1,0 +1,166 @@
+// A weight as a call gives it, checked: codes, scales, zero points and the numbers they stand for.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+
+#include "../decode.h"
+#include "../formats.h"
+#include "digits_plan.h"
+#include "instruction_sets.h"
+#include "tensors.h"
+
+namespace lowbit::cpu {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline Numbers numbers_of(const Tensor& t, const char* name) {
+  Numbers numbers;
+  numbers.data = t.const_data_ptr();
+  numbers.stride = t.dim() > 1 ? t.stride(t.dim() - 2) : 0;
+  switch (t.scalar_type()) {
+    case ScalarType::Float: numbers.stored = Stored::float32; break;
+    case ScalarType::BFloat16: numbers.stored = Stored::bfloat16; break;
+    case ScalarType::Half: numbers.stored = Stored::float16; break;
+    case ScalarType::Byte: numbers.stored = Stored::bytes; break;
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, bfloat16, float16 or uint8, got ",
+                      torch::headeronly::toString(t.scalar_type()));
+  }
+  return numbers;
+}
+
+inline bool is_float(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Float || t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Half;
+}
+
+// Rows may lie apart (a slice of a weight), the elements of a row may not.
+inline Tensor with_dense_rows(const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  return last < 0 || t.numel() == 0 || t.stride(last) == 1 || t.size(last) == 1 ? t : torch::stable::contiguous(t);
+}
+
+inline void check_weight_matrix(const Tensor& t, const char* name, int64_t rows, int64_t columns) {
+  STD_TORCH_CHECK(t.is_cpu() && t.dim() == 2 && t.size(0) == rows && t.size(1) == columns, name, " must be a CPU tensor [", rows,
+                  ", ", columns, "]");
+}
+
+// Fills `halves` with the numbers; false where one of them is no 16-bit float.
+inline bool are_halves(const float* values, int bits, uint16_t* halves) {
+  for (int code = 0; code < 1 << bits; code++) {
+    const c10::Half half = static_cast<c10::Half>(values[code]);
+    if (!std::isnan(values[code]) && static_cast<float>(half) != values[code]) return false;
+    halves[code] = half.x;
+  }
+  return true;
+}
+
+// Whether codes are 16-bit floats without some bits.
+inline bool are_shifted(const Linear& a, Shifted& how) {
+  struct Known {
+    int bits;
+    Shifted how;
+  };
+  constexpr Known known[] = {{8, {7, 0xbfff, 256, true}}, {8, {8, 0xffff, 1, false}}, {6, {8, 0x9fff, 4096, false}}};
+  for (const Known& one : known) {
+    if (one.bits != a.bits) continue;
+    bool same = true;
+    const int sign = 1 << (a.bits - 1);
+    for (int code = 0; code < 1 << a.bits && same; code++) {
+      const uint16_t half = static_cast<uint16_t>(static_cast<uint32_t>((code ^ sign) - sign) << one.how.up) & one.how.mask;
+      const float number = lowbit::half_to_float(half) * one.how.unit;
+      const bool nan = (one.how.has_nan && (code & 127) == 127) || std::isnan(number);
+      same = nan ? std::isnan(a.values[code]) : number == a.values[code];
+    }
+    if (same) {
+      how = one.how;
+      return true;
+    }
+  }
+  return false;
+}
+
+// How codes become numbers; fills `halves` where it takes them.
+inline Codes codes_of(Linear& a, uint16_t* halves) {
+  bool finite = true;
+  for (int code = 0; code < 1 << a.bits; code++) finite = finite && std::isfinite(a.values[code]);
+  if (a.bits == 4 && finite) return Codes::nibbles;
+  a.is_signed = are_integers(a.values, a.bits, true);
+  if (a.is_signed || are_integers(a.values, a.bits, false))
+    return a.bits < 8 ? Codes::integers : a.is_signed ? Codes::signed_bytes : Codes::unsigned_bytes;
+  a.halves = halves;
+  return are_halves(a.values, a.bits, halves) ? Codes::halves : Codes::table;
+}
+
+// A weight as it was given, checked: what its numbers point into stays alive with it.
+struct Weight {
+  Linear a = {};
+  int64_t groups = 0;
+  uint16_t halves[256] = {};
+  Tensor packed, scale, zero;
+  const float* outer_number = nullptr;
+  bool is_as_given;  // nothing was copied
+
+  Weight(const Tensor& packed_any, const Tensor& scale_any, const std::optional<Tensor>& zero_any, const std::optional<Tensor>& outer,
+         const Tensor& values, const std::optional<Tensor>& scale_values, int64_t group_size, int64_t k)
+      : packed(with_dense_rows(packed_any)), scale(with_dense_rows(scale_any)), zero(scale) {
+    is_as_given = packed.get() == packed_any.get() && scale.get() == scale_any.get();
+    STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
+    STD_TORCH_CHECK(values.is_cpu() && values.scalar_type() == ScalarType::Float && values.dim() == 1 && values.is_contiguous(),
+                    "values must be contiguous float32 [2^bits] on the CPU");
+    while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
+    STD_TORCH_CHECK(a.bits >= 1 && 1 << a.bits == values.numel(), "values must hold 2^bits numbers for 1..8 bits, got ",
+                    values.numel());
+    a.values = values.const_data_ptr<float>();
+    a.codes = codes_of(a, halves);
+    a.n = packed.size(0);
+    a.k = k;
+    if (a.codes == Codes::halves && (group_size == -1 || group_size % block == 0) && are_shifted(a, a.shifted)) a.codes = Codes::shifted;
+    STD_TORCH_CHECK(group_size == -1 || group_size >= 1, "group_size must be -1 or at least 1, got ", group_size);
+    a.group = group_size == -1 ? (a.k > 0 ? a.k : 1) : group_size;
+    groups = (a.k + a.group - 1) / a.group;
+
+    check_weight_matrix(packed, "packed", a.n, lowbit::packed_size(a.bits, a.k));
+    check_weight_matrix(scale, "scale", a.n, groups);
+    a.packed = static_cast<const uint8_t*>(packed.const_data_ptr());
+    a.packed_stride = packed.stride(0);
+    a.scale = numbers_of(scale, "scale");
+    STD_TORCH_CHECK((a.scale.stored == Stored::bytes) == scale_values.has_value(),
+                    "scale_values go with scales of uint8, and only with them");
+    if (scale_values) {
+      STD_TORCH_CHECK(scale_values->is_cpu() && scale_values->scalar_type() == ScalarType::Float && scale_values->numel() == 256 &&
+                          scale_values->is_contiguous(),
+                      "scale_values must be contiguous float32 [256] on the CPU, got ", scale_values->numel(), " numbers");
+      a.scale.table = scale_values->const_data_ptr<float>();
+    }
+    if (zero_any) {
+      zero = with_dense_rows(*zero_any);
+      is_as_given = is_as_given && zero.get() == zero_any->get();
+      check_weight_matrix(zero, "zero_point", a.n, groups);
+      STD_TORCH_CHECK(!a.is_signed, "codes with a sign have no zero point");
+      a.zero_point = numbers_of(zero, "zero_point");
+    }
+    if (outer) {
+      STD_TORCH_CHECK(outer->is_cpu() && outer->numel() == 1 && outer->scalar_type() == ScalarType::Float,
+                      "outer must be one float32 on the CPU");
+      outer_number = outer->const_data_ptr<float>();
+      a.outer = *outer_number;
+      a.has_outer = true;
+    }
+  }
+  Weight(const Weight&) = delete;
+};
+
+inline Tensor checked_bias(const Tensor& bias, int64_t n) {
+  STD_TORCH_CHECK(bias.is_cpu() && bias.dim() == 1 && bias.numel() == n && is_float(bias), "bias must be float32, bfloat16 or float16 [", n,
+                  "] on the CPU");
+  return dense(bias);
+}
+
+}  // namespace lowbit::cpu
