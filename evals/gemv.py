@@ -68,7 +68,7 @@ def measure(
     not be taken. ``keep`` is called with what there is after each shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
-    recipes = {what if isinstance(what, str) else what.name: Recipe.of(what) for what in schemes}
+    recipes = {recipe.name: recipe for recipe in map(Recipe.of, schemes)}
     limits = Limits(where, repeats, cold)
     one = _Run(batches, where, dtype, repeats, layout, limits, cold, progress, kernels)
     figures: dict[str, Any] = {"device": device_name(where), "dtype": str(dtype), "cold": cold, "kernels": [*kernels]}

@@ -78,6 +78,12 @@ def test_a_kernel_that_is_named_is_the_one_that_is_measured():
     assert "none takes" in failure["error"]
 
 
+def test_a_recipe_in_a_file_goes_by_its_name(tmp_path):
+    (tmp_path / "mine.yaml").write_text('name: eight\nrules:\n  - match: "*"\n    weight: int8\n', encoding="utf-8")
+    found = gemv.measure([str(tmp_path / "mine.yaml")], [(64, 128)], (1,), "cpu", repeats=1)
+    assert [row["scheme"] for row in found["rows"]] == ["float", "eight"]
+
+
 def test_what_cannot_be_measured_is_a_failure_with_its_reason():
     found = gemv.measure(["int4"], [(64, 256)], (1,), repeats=1, layout="spiral")
     assert [r["scheme"] for r in found["rows"]] == ["float"]
