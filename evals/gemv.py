@@ -1,10 +1,11 @@
 """Weights loaded per second: every kernel against the limit of reading its bytes, in one run, weights cold.
 
-Each figure is the median over walks through enough copies of a weight to leave the last-level cache cold (or, where that
-is asked for, over one, which stays in the cache if it fits there). On a GPU a walk is one CUDA graph; on a CPU, whose memory
-others use too, walks take turns with some that only read. Where N = K each product takes the one before it as its x, so that
-a kernel which starts early still has to wait for it. The float weight runs beside the quantized ones, under the same
-conditions: where rows of x are many enough to make a GPU lower its clock, each is timed once its own work has done so.
+Each figure is the median over walks through enough copies of a weight to leave the last-level cache cold (or, where that is
+asked for, over one, which stays in the cache if it fits there). On a GPU a walk is one CUDA graph; on a CPU, which others
+use too, walks take turns with some that only read and with some of the float weight. Where N = K each product takes the one
+before it as its x, so that a kernel which starts early still has to wait for it. The float weight runs beside the quantized
+ones, under the same conditions: where rows of x are many enough to make a GPU lower its clock, each is timed once its own
+work has done so.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +66,9 @@ def measure(
     ``schemes``: recipes, or their names. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
     ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. ``kernels``: the rows of
     the registry that may run, all if none is named. Returns plain data:
-    ``rows`` as of :func:`row_of`, ``peers``, the same for them, and ``failures``, each with the error of a figure that could
-    not be taken. ``keep`` is called with what there is after each shape, so that a run that is ended early leaves something.
+    ``rows`` as of :func:`row_of` (on a CPU with ``float_us``, F.linear's in turns with it), ``peers``, the same for them, and
+    ``failures``, each with the error of a figure that could not be taken. ``keep`` is called with what there is after each
+    shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
     recipes = {recipe.name: recipe for recipe in map(Recipe.of, schemes)}
@@ -76,12 +79,13 @@ def measure(
     float_us: dict[tuple[int, int, int], float] = {}
     for n, k in shapes:
         rows = []
+        floats: dict[int, Callable[[], Times]] = {}
         for name in ("float", *recipes):
-            for m, row in one.rows(name, recipes.get(name), n, k):
+            for m, row in one.rows(name, recipes.get(name), n, k, floats):
                 if name == "float" and "us" in row:
                     float_us[n, k, m] = row["us"]
                 if "us" in row and (n, k, m) in float_us:
-                    rows.append({**row, "times_float": float_us[n, k, m] / row["us"]})
+                    rows.append({**row, "times_float": row.get("float_us", float_us[n, k, m]) / row["us"]})
                 else:
                     reason = row.get("error", "there is no figure of F.linear to compare with")
                     figures["failures"].append({"scheme": name, "m": m, "n": n, "k": k, "error": reason})
@@ -143,15 +147,19 @@ class _Run(NamedTuple):
     progress: Callable[[str], None]
     kernels: Sequence[str]
 
-    def rows(self, name: str, recipe: Recipe | None, n: int, k: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def rows(
+        self, name: str, recipe: Recipe | None, n: int, k: int, floats: dict[int, Callable[[], Times]]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         """(M, its row), or the error in place of the row; the copies of the weight serve every M.
+
+        ``floats``: a turn of the float weight on a CPU by M, which its own rows leave for those of the recipes.
 
         The largest M first, and a rest behind them: what computes hard lowers a GPU's clock for some tenths of a second, which
         every kernel shows that is not bound by the memory alone. Such walks are timed at the clock that they lead to themselves,
         not at the one that was left to them.
         """
         layers: Sequence[nn.Module] = []
-        found: list[tuple[int, dict[str, Any], Times, Times | None]] = []
+        found: list[tuple[int, dict[str, Any], Times, Times | None, float | None]] = []
         last = 0
         for m in sorted(self.batches, reverse=True):
             self.progress(f"{name} {n}x{k} M={m}")
@@ -163,29 +171,35 @@ class _Run(NamedTuple):
                     layers, size, held = _copies(recipe, n, k, self.device, self.dtype, self.layout, self.cold)
                 x = torch.randn(m, k, dtype=self.dtype, device=self.device)
                 with strict(*self.kernels) if self.kernels else contextlib.nullcontext():
-                    times, limit = self._timed(layers, x, n == k, size)
+                    times, limit, float_us = self._timed(layers, x, n == k, size, floats.get(m))
+                    if recipe is None and self.device.type == "cpu":
+                        floats[m] = partial(timed, layers, x, chained=n == k, repeats=_TURN)
                     with trace_kernels() as trace:
                         layers[0](x)
                 receipt = next(iter(trace.counts), None)
                 ran = ("F.linear", str(self.dtype)) if receipt is None else (receipt.kernel, receipt.contract)
-                found.append((m, {"scheme": name, "kernel": ran[0], "contract": ran[1], "layout": held}, times, limit))
+                found.append((m, {"scheme": name, "kernel": ran[0], "contract": ran[1], "layout": held}, times, limit, float_us))
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 yield m, {"error": " ".join(str(error).split())[:300]}
         layers = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        for m, how, times, limit in found:
-            yield m, how | row_of(times, limit or self.limits(size), m, n, k, size)
+        for m, how, times, limit, float_us in found:
+            row = how | row_of(times, limit or self.limits(size), m, n, k, size)
+            yield m, row if float_us is None else row | {"float_us": float_us}
 
-    def _timed(self, layers: Sequence[nn.Module], x: Tensor, chained: bool, size: int) -> tuple[Times, Times | None]:
-        """A layer's times, and those of the reader where it took turns with the layer: on a CPU."""
+    def _timed(
+        self, layers: Sequence[nn.Module], x: Tensor, chained: bool, size: int, beside: Callable[[], Times] | None
+    ) -> tuple[Times, Times | None, float | None]:
+        """A layer's times, and those of the reader and of ``beside`` where they took turns with the layer: on a CPU."""
         if self.device.type != "cpu":
-            return timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > _HARD), None
+            return timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > _HARD), None, None
         start, turns = time.perf_counter(), []
         while not turns or (_TURN * len(turns) < self.repeats and time.perf_counter() - start < _LONG):
-            turns.append((timed(layers, x, chained=chained, repeats=_TURN), self.limits.now(size, _TURN)))
-        us, limit_us = (statistics.median(times.us for times in of) for of in zip(*turns, strict=True))
-        return Times(us, us, None), Times(limit_us, limit_us, None)
+            own = timed(layers, x, chained=chained, repeats=_TURN)
+            turns.append((own.us, self.limits.now(size, _TURN).us, own.us if beside is None else beside().us))
+        us, limit_us, float_us = map(statistics.median, zip(*turns, strict=True))
+        return Times(us, us, None), Times(limit_us, limit_us, None), None if beside is None else float_us
 
 
 def _copies(

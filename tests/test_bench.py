@@ -52,11 +52,11 @@ def test_gemv_measures_a_layout_and_a_recipe_with_activations(capsys):
         gemv.measure(["int44"], [(64, 64)])
 
 
-def test_on_a_cpu_a_layer_takes_turns_with_the_reader(monkeypatch):
+def test_on_a_cpu_a_layer_takes_turns_with_the_reader_and_the_float_layer(monkeypatch):
     asked = []
 
-    def layer_of(calls, x, *, repeats, **_):
-        asked.append(("layer", repeats))
+    def layer_of(layers, x, *, repeats, **_):
+        asked.append((type(layers[0]).__name__, repeats))
         return Times(2.0 * len(asked), 0.0, None)
 
     def reader_of(_, size, repeats):
@@ -65,9 +65,10 @@ def test_on_a_cpu_a_layer_takes_turns_with_the_reader(monkeypatch):
 
     monkeypatch.setattr(gemv, "timed", layer_of)
     monkeypatch.setattr(reader.Limits, "now", reader_of)
-    (row,) = gemv.measure([], [(64, 128)], (1,), "cpu", repeats=9)["rows"]
-    assert asked == [("layer", 3), ("reader", 3)] * 3
-    assert (row["us"], row["limit_us"], row["fraction_of_limit"]) == (6.0, 4.0, 4 / 6)
+    first, then = gemv.measure(["int8"], [(64, 128)], (1,), "cpu", repeats=9)["rows"]
+    assert asked == [("_Float", 3), ("reader", 3)] * 3 + [("QLinear", 3), ("reader", 3), ("_Float", 3)] * 3
+    assert (first["us"], first["limit_us"], first["fraction_of_limit"], first["times_float"]) == (6.0, 4.0, 4 / 6, 1)
+    assert (then["us"], then["limit_us"], then["float_us"], then["times_float"]) == (20.0, 11.0, 24.0, 1.2)
 
 
 def test_a_kernel_that_is_named_is_the_one_that_is_measured():
