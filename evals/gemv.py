@@ -29,7 +29,7 @@ from lowbit.recipe import Recipe
 from . import peers
 from .reader import Limits
 from .specimens import Specimen
-from .walks import Times, copies_of, timed
+from .walks import HARD, Times, copies_of, timed
 
 __all__ = ["BATCHES", "SCHEMES", "SHAPES", "beside", "device_name", "largest", "measure", "row_of", "table"]
 
@@ -43,7 +43,7 @@ SHAPES = (
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)
 _SMALL, _USUAL = 1 << 20, (4096, 4096)  # weights of a layer that are few; a layer of a usual model
 _TURN, _LONG = 3, 1.0  # walks of a turn; seconds after which no other turn begins
-_HARD, _REST = 128, 0.2  # rows of x above which a walk is hard work; seconds of rest behind it
+_REST = 0.2  # seconds behind hard work
 
 
 def measure(
@@ -163,7 +163,7 @@ class _Run(NamedTuple):
         last = 0
         for m in sorted(self.batches, reverse=True):
             self.progress(f"{name} {n}x{k} M={m}")
-            if self.device.type == "cuda" and last > _HARD >= m:
+            if self.device.type == "cuda" and last > HARD >= m:
                 time.sleep(_REST)
             last = m
             try:
@@ -193,7 +193,7 @@ class _Run(NamedTuple):
     ) -> tuple[Times, Times | None, float | None]:
         """A layer's times, and those of the reader and of ``beside`` where they took turns with the layer: on a CPU."""
         if self.device.type != "cpu":
-            return timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > _HARD), None, None
+            return timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > HARD), None, None
         start, turns = time.perf_counter(), []
         while not turns or (_TURN * len(turns) < self.repeats and time.perf_counter() - start < _LONG):
             own = timed(layers, x, chained=chained, repeats=_TURN)

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["COLD", "FEWEST", "Times", "copies_of", "timed"]
+__all__ = ["COLD", "FEWEST", "HARD", "Times", "copies_of", "timed"]
 
 COLD = {"cpu": 256 << 20, "cuda": 640 << 20}  # several times the last-level cache of either
+HARD = 128  # rows of x above which a walk is hard work
 FEWEST = 24  # calls in a graph, so that starting it costs each of them little
 _SHORT = 0.06  # seconds a walk should take at most
 _PATIENCE = 0.2  # seconds of repeats after which three are enough
