@@ -356,7 +356,7 @@ def test_dequantize(run: Run, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("run", "dtype"), dtypes_of("embedding", *DTYPES))
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 4)])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 2)])
 def test_embedding(run: Run, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     indices = torch.randint(9, shape, generator=torch.Generator().manual_seed(0))
     for case in pairwise({"weight": weights(run.row), "group": groups(run.row), "scale": scales(run.row), "k": KS}):
