@@ -14,8 +14,7 @@ __all__ = ["as_csv", "as_json", "draw", "write", "write_json"]
 
 _COLUMNS = (
     "scheme", "kernel", "contract", "layout", "m", "n", "k", "bytes", "us", "early", "billion_weights_per_second", "limit_us",
-    "fraction_of_limit", "plain_us", "plain_limit_us", "plain_fraction_of_limit", "float_us",
-    "times_float",
+    "fraction_of_limit", "plain_us", "plain_limit_us", "plain_fraction_of_limit", "float_us", "times_float",
 )  # fmt: skip
 
 

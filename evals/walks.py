@@ -148,7 +148,7 @@ def _captured(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int, bef
     if not early:
         return Times(us, us, False), y
     graph.instantiate()
-    return Times(us, _median(replay, repeats, before / 4), True), y
+    return Times(us, _median(replay, repeats, before / 4), True), y  # so soon the clock is much what it was
 
 
 class _Edge(ctypes.Structure):

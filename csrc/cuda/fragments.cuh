@@ -279,6 +279,7 @@ struct Floats {
   }
   static constexpr int highest = mantissa - 1 + exponent, lowest = highest + 2 - bits;  // where the bits behind the sign go
   static constexpr uint32_t magnitude = twice(((1u << (bits - 1)) - 1) << lowest);
+  // Whether a code, with the bits behind its sign in place, and another one with its sign in place share no bit.
   static constexpr bool is_short = top == Top::number && lowest + bits <= 16 - bits;
   static constexpr bool has_nan = top == Top::nan_where_all_ones;
 
