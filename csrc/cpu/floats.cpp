@@ -61,7 +61,7 @@ void tile(const Linear& a, const FloatsOfX& x, const ByteScales& of_byte, int64_
   constexpr int F = P::fields;
   constexpr int64_t columns = 64 * F, steps_of_chunk = chunk / columns;
   const Quarters<bits> quarters(a);
-  const float unit = (bits == 4 ? 1.0f : a.shifted.unit) * (a.has_outer ? a.outer : 1.0f);
+  const float unit = a.unit * (a.has_outer ? a.outer : 1.0f);
   const int64_t whole = a.k / columns, groups = (a.k + a.group - 1) / a.group;
   int64_t row[R];
   Planes<bits> planes[R];

@@ -62,7 +62,7 @@ void tile(const Linear& a, const FloatsOfX& x, bool exponents, int64_t m0, int64
   constexpr int F = P::fields;
   constexpr int64_t columns = 4 * lanes * F, steps_of_chunk = chunk / columns;
   const Fields<bits> fields(a);
-  const float unit = (bits == 4 ? 1.0f : a.shifted.unit) * (a.has_outer ? a.outer : 1.0f);
+  const float unit = a.unit * (a.has_outer ? a.outer : 1.0f);
   const int64_t whole = a.k / columns, groups = (a.k + a.group - 1) / a.group;
   int64_t row[R], behind = 0;  // steps that come before what `planes` point to
   P planes[R];

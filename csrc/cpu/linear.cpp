@@ -75,7 +75,7 @@ struct Decoder<Codes::unsigned_bytes> : Bytes<false> {
   using Bytes::Bytes;
 };
 
-// Groups are whole blocks; what a shifted number counts, `unit`, is in the scale.
+// Groups are whole blocks.
 template <>
 struct Decoder<Codes::shifted> {
   Decoder(const Linear&, float) {}
@@ -257,8 +257,7 @@ void tile(const Linear& a, int64_t row) {
         }
       }
       for (int r = 0; r < R; r++) {
-        const float unit = codes == Codes::shifted ? a.shifted.unit : 1.0f;
-        const Floats scale = broadcast(scale_of(a, row + r, g) * unit);
+        const Floats scale = broadcast(scale_of(a, row + r, g) * a.unit);
         for (int m = 0; m < M; m++) total[r][m] = fma(part[r][m], scale, total[r][m]);
       }
     };

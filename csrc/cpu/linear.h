@@ -14,7 +14,7 @@ constexpr int64_t most_rows_at_once = 64;  // that a call takes
 // How codes become numbers.
 enum class Codes {
   nibbles,         // 4 bits, any format without NaN and infinity: a table in a register
-  signed_bytes,    // int8
+  signed_bytes,    // int8, and mxint8, whose numbers are integers times a power of two
   unsigned_bytes,  // uint8
   integers,        // integers of any other width
   shifted,         // 6 or 8 bits: 16-bit floats without some bits, times a power of two
@@ -32,12 +32,10 @@ struct Numbers {
   const float* table = nullptr;  // what the bytes stand for; none: the bytes are integers
 };
 
-// A number is the 16-bit float (code, its sign extended, << up) & mask, times `unit`; or NaN where all bits but the sign are set
-// and has_nan.
+// A number is the 16-bit float (code, its sign extended, << up) & mask; or NaN where all bits but the sign are set and has_nan.
 struct Shifted {
   int up;
   uint16_t mask;
-  float unit;
   bool has_nan;
 };
 
@@ -50,6 +48,7 @@ struct Linear {
   const uint16_t* halves;  // [256]: the same numbers as 16-bit floats, where they are that
   bool is_signed;          // of integers: two's complement
   Shifted shifted;         // of codes that are 16-bit floats without some bits
+  float unit = 1;          // of those and of signed bytes: what one of their numbers counts, a power of two
   Numbers scale;        // [n, groups]
   Numbers zero_point;   // [n, groups]; data is null where there is none
   float outer;

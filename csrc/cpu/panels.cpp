@@ -85,7 +85,7 @@ struct InOrder {
   Halves<bits> halves;
   int sign;
   Floats zero[2] = {}, scale[2] = {}, unit;
-  explicit InOrder(const Linear& a) : a(a), halves(a.halves ? a.halves : nothing()), sign(a.is_signed ? 1 << (bits - 1) : 0), unit(broadcast(a.shifted.unit)) {}
+  explicit InOrder(const Linear& a) : a(a), halves(a.halves ? a.halves : nothing()), sign(a.is_signed ? 1 << (bits - 1) : 0), unit(broadcast(a.unit)) {}
   static const uint16_t* nothing() {
     static const uint16_t zeros[256] = {};
     return zeros;
@@ -98,6 +98,7 @@ struct InOrder {
     Floats w0, w1;
     if (bits == 8 && a.codes == Codes::signed_bytes) {
       w0 = signed_bytes(row + first), w1 = signed_bytes(row + first + 16);
+      if (a.unit != 1) w0 = times(w0, unit), w1 = times(w1, unit);
     } else if (bits == 8 && a.codes == Codes::unsigned_bytes) {
       w0 = unsigned_bytes(row + first), w1 = unsigned_bytes(row + first + 16);
     } else {

@@ -62,24 +62,25 @@ inline bool are_halves(const float* values, int bits, uint16_t* halves) {
 }
 
 // Whether codes are 16-bit floats without some bits.
-inline bool are_shifted(const Linear& a, Shifted& how) {
+inline bool are_shifted(const Linear& a, Shifted& how, float& unit) {
   struct Known {
     int bits;
     Shifted how;
+    float unit;
   };
-  constexpr Known known[] = {{8, {7, 0xbfff, 256, true}}, {8, {8, 0xffff, 1, false}}, {6, {8, 0x9fff, 4096, false}}};
+  constexpr Known known[] = {{8, {7, 0xbfff, true}, 256}, {8, {8, 0xffff, false}, 1}, {6, {8, 0x9fff, false}, 4096}};
   for (const Known& one : known) {
     if (one.bits != a.bits) continue;
     bool same = true;
     const int sign = 1 << (a.bits - 1);
     for (int code = 0; code < 1 << a.bits && same; code++) {
       const uint16_t half = static_cast<uint16_t>(static_cast<uint32_t>((code ^ sign) - sign) << one.how.up) & one.how.mask;
-      const float number = lowbit::half_to_float(half) * one.how.unit;
+      const float number = lowbit::half_to_float(half) * one.unit;
       const bool nan = (one.how.has_nan && (code & 127) == 127) || std::isnan(number);
       same = nan ? std::isnan(a.values[code]) : number == a.values[code];
     }
     if (same) {
-      how = one.how;
+      how = one.how, unit = one.unit;
       return true;
     }
   }
@@ -94,6 +95,11 @@ inline Codes codes_of(Linear& a, uint16_t* halves) {
   a.is_signed = are_integers(a.values, a.bits, true);
   if (a.is_signed || are_integers(a.values, a.bits, false))
     return a.bits < 8 ? Codes::integers : a.is_signed ? Codes::signed_bytes : Codes::unsigned_bytes;
+  for (int log = 1; log <= 8 && a.bits == 8; log++)
+    if (are_integers(a.values, a.bits, true, static_cast<float>(1 << log))) {
+      a.is_signed = true, a.unit = 1.0f / static_cast<float>(1 << log);
+      return Codes::signed_bytes;
+    }
   a.halves = halves;
   return are_halves(a.values, a.bits, halves) ? Codes::halves : Codes::table;
 }
@@ -121,7 +127,7 @@ struct Weight {
     a.codes = codes_of(a, halves);
     a.n = packed.size(0);
     a.k = k;
-    if (a.codes == Codes::halves && (group_size == -1 || group_size % block == 0) && are_shifted(a, a.shifted)) a.codes = Codes::shifted;
+    if (a.codes == Codes::halves && (group_size == -1 || group_size % block == 0) && are_shifted(a, a.shifted, a.unit)) a.codes = Codes::shifted;
     STD_TORCH_CHECK(group_size == -1 || group_size >= 1, "group_size must be -1 or at least 1, got ", group_size);
     a.group = group_size == -1 ? (a.k > 0 ? a.k : 1) : group_size;
     groups = (a.k + a.group - 1) / a.group;
