@@ -47,7 +47,7 @@ def test_a_compiler_brings_the_cpu_library() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["gemm_integers_narrow_bf16", "eights"])
 def test_products_of_hopper_stay_in_registers(setup: ModuleType, source: str, tmp_path: Path) -> None:
-    """A loop that spills, or whose products the compiler makes wait for each other, is right and slow: only the build tells."""
+    """What spills, or waits for each product, or stores y a quarter at a time, is right and slow: only the build tells."""
     compile_with = setup.nvcc()
     if compile_with is None:
         pytest.skip("nvcc is not on this machine")
@@ -60,10 +60,12 @@ def test_products_of_hopper_stay_in_registers(setup: ModuleType, source: str, tm
     assert len(kernels) > 4
     assert set(kernels) == {("0", "0")}
     assert "Potential Performance Loss" not in said
+    dump = cuobjdump()
+    assert dump, "neither CUDA's folder nor Triton's has cuobjdump: install triton"
+    code = subprocess.run([dump, "-sass", str(tmp_path / "kernels.o")], capture_output=True, text=True, check=True).stdout
+    assert "STG.E.128" in code
+    assert not re.search(r"STG\.E desc.*\+0x[0-9a-f]*c\]", code), "sixteen bytes are stored four at a time: see store_sixteen"
     if source.startswith("gemm"):
-        dump = cuobjdump()
-        assert dump, "neither CUDA's folder nor Triton's has cuobjdump: install triton"
-        code = subprocess.run([dump, "-sass", str(tmp_path / "kernels.o")], capture_output=True, text=True, check=True).stdout
         loops = list(loops_of_products(code))
         assert len(loops) > 4
         assert not [loop for loop in loops if "S2UR" in loop], "a loop asks where its shared memory is: let registers hold that"

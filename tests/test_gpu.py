@@ -210,6 +210,25 @@ def test_clusters_that_share_columns_of_a_weight(scheme, m, columns, parts, shar
         assert torch.equal(product(), first)
 
 
+@pytest.mark.parametrize("scheme", ["int4", "int8", "mxfp4"])
+@pytest.mark.parametrize("column_warps", [1, 4, 7, 16])
+@pytest.mark.parametrize("tile_warps", [1, 2, 4])
+@pytest.mark.parametrize("stages", [0, 6])
+def test_warps_that_share_columns_and_tiles(scheme, column_warps, tile_warps, stages):
+    """However far a warp goes on from one of its units to the next, it waits for the copy of that one."""
+    if (reason := cuda.available()) is not None:
+        pytest.skip(reason)
+    tiles_of_block = 5
+    n = 16 * tiles_of_block * torch.cuda.get_device_properties(0).multi_processor_count
+    w = tiles(scheme, n, 8192)
+    x = torch.randn(1, 8192, dtype=torch.bfloat16, device="cuda")
+    how = cuda._kind(w.scheme), column_warps, tile_warps, stages
+    y = torch.ops.lowbit_cuda.digits_linear(x, w.packed, w.scale, w.zero_point, w.outer, None, *how)
+    weights = w.dequantize(torch.float64)
+    exact = x.double() @ weights.T
+    assert bool(((y - exact).abs() <= linear_bound("exact digits", x.double(), weights, None, exact, x.dtype)).all())
+
+
 @pytest.mark.parametrize("scheme", ["int4", "int4_sym", "int3", "int8"])
 @pytest.mark.parametrize("k", [8704, 28672, 66000])
 @pytest.mark.parametrize("m", [1, 2])

@@ -95,7 +95,7 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   // By how many runs a warp goes on at most. The run that it waits for may not lie where another can still be under way, for
   // the barrier could not tell them apart.
   const auto ahead = [&] {
-    const int columns = a.column_warps, step = a.units_of_row > columns ? columns + a.units_of_row % columns : warps();
+    const int columns = a.column_warps, step = (a.tile_warps - 1) * a.units_of_row + columns + a.units_of_row % columns;
     return (step - 1 >> a.log_of_run) + 1;
   };
   const auto fewest = [&] { return !has_ring ? 0 : std::min(runs(), ahead() + 1); };
@@ -103,11 +103,11 @@ cudaError_t launch_digits_kernel(Digits a, DigitsPlan plan, cudaStream_t stream)
   a.log_of_run = plan.units_of_run ? plan.units_of_run / 2 : is_paired ? 1 : 2;
   a.units_of_pass = std::max(1, (a.units_of_row + a.column_warps - 1) / a.column_warps);
   while (memory_with(fewest() + 1, a.units_of_pass).total > memory && (a.units_of_pass > 1 || a.column_warps > 1)) {
-    if (a.units_of_pass > 1) {
+    a.tile_warps = 1;  // whose warps go on from pass to pass by no more than the others
+    if (a.units_of_pass > 1)
       a.units_of_pass = (a.units_of_pass + 1) / 2;
-    } else {
-      a.column_warps = (a.column_warps + 1) / 2, a.tile_warps = 1;
-    }
+    else
+      a.column_warps = (a.column_warps + 1) / 2;
     // The units of a pass lie one behind the other within a tile alone.
     while ((a.units_of_row | a.units_of_pass * a.column_warps) % (1 << a.log_of_run)) a.log_of_run--;
   }

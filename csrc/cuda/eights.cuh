@@ -166,13 +166,9 @@ __device__ __forceinline__ void write_turned(const Product8& a, const Rows& rows
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int row = 16 * warp + 4 * i + lane / 8, place = lane % 8 ^ row % 8;
-      int4 value;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                   : "r"(staging + 128 * row + 16 * place)
-                   : "memory");
+      const uint4 eight = load_sixteen_shared(staging + 128 * row + 16 * place);
       const int64_t at_m = first_m + 64 * part + 4 * i;
-      if (at_m < a.m && first_n < a.n) *reinterpret_cast<int4*>(y + at_m * a.n) = value;
+      if (at_m < a.m && first_n < a.n) store_sixteen(y + at_m * a.n, eight);
     }
   }
 }

@@ -135,11 +135,7 @@ __device__ __forceinline__ void add_parts(const Product8& a, uint32_t memory, co
     Number total[4] = {};
 #pragma unroll 2
     for (int from = 0; from < blocks; from++) {
-      int4 four;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
-                   : "r"(place(from, j))
-                   : "memory");
+      const uint4 four = load_sixteen_shared(place(from, j));
       const Number* number = reinterpret_cast<const Number*>(&four);
 #pragma unroll
       for (int i = 0; i < 4; i++) total[i] += number[i];

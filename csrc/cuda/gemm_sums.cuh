@@ -127,7 +127,7 @@ __device__ __forceinline__ void store_strips(const Gemm& a, const Meeting<column
       if (t + i < turns) eight[i] = *reinterpret_cast<const uint4*>(from + (t + i) * 16 * Place::y_pitch);
 #pragma unroll
     for (int i = 0; i < at_once; i++)
-      if (is_there(t + i)) *reinterpret_cast<uint4*>(to + (t + i) * meeting.blocks * 16 * a.n) = eight[i];
+      if (is_there(t + i)) store_sixteen(to + (t + i) * meeting.blocks * 16 * a.n, eight[i]);
   }
 }
 

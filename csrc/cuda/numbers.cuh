@@ -19,6 +19,22 @@ __device__ __forceinline__ __half from_float<__half>(float a) { return __float2h
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float a) { return __float2bfloat16_rn(a); }
 
+// Sixteen bytes as one access: nvcc took assignments of as many to y apart into four, of which each writes a quarter of the
+// sectors that it touches.
+__device__ __forceinline__ void store_sixteen(void* to, uint4 four) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(four.x), "r"(four.y), "r"(four.z),
+               "r"(four.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_sixteen_shared(uint32_t address) {
+  uint4 four;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+               : "r"(address)
+               : "memory");
+  return four;
+}
+
 // The number at `i` of an array whose type is known only when the kernel runs.
 __device__ __forceinline__ float number_at(const void* data, Stored stored, int64_t i) {
   switch (stored) {
