@@ -27,6 +27,8 @@ inline Element<type> rounded(float number) {
 }
 
 #if defined(__AVX512BW__)
+constexpr Words upper_halves = words([](int i) { return 2 * i + 1; });  // of the words of two registers
+
 // Thirty-two numbers as 16-bit ones. A NaN has lower bits of 0: see `rows_with`.
 template <Stored type>
 inline __m512i halves_of(Floats a, Floats b) {
@@ -39,9 +41,7 @@ inline __m512i halves_of(Floats a, Floats b) {
       const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
       return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     };
-    const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
-                                           19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    return _mm512_permutex2var_epi16(up(a), upper, up(b));
+    return _mm512_permutex2var_epi16(up(a), load(upper_halves), up(b));
   }
 }
 #endif
@@ -164,20 +164,49 @@ struct ByTable {
 #endif
 
 #if defined(__AVX512BW__)
-// Scales that are powers of two, as bfloat16: the number of each code comes out of a table, and the scale is added to its exponent,
-// which rounds nothing. Eight bits look up a magnitude and take their sign from the code.
+// Whether scales are powers of two, with nothing beside them, of groups that are taken at a time.
+inline bool has_powers(const Linear& a) {
+  if (a.scale.stored != Stored::bytes || !a.scale.table || a.has_outer || a.zero_point.data || a.group % codes_at_a_time) return false;
+  for (int i = 0; i < 255; i++) {  // the last one is NaN
+    const uint32_t power = i ? static_cast<uint32_t>(i) << 23 : 1u << 22;
+    if (memcmp(a.scale.table + i, &power, 4) != 0) return false;
+  }
+  return true;
+}
+
+// Exponents of the numbers of a format, as fp32 has them.
+struct Exponents {
+  int least = 255, most = 0;
+  // Whether a scale leaves every number a normal one.
+  bool takes(uint8_t scale) const { return scale != 255 && least + scale > 127 && most + scale < 127 + 255; }
+};
+
+// Such scales and integers of eight bits, as bfloat16, which has as many: nothing is rounded.
+struct IntegersByExponent : Exponents {
+  const Linear& a;
+  explicit IntegersByExponent(const Linear& a) : a(a) {
+    uint32_t unit;
+    memcpy(&unit, &a.unit, 4);
+    least = static_cast<int>(unit >> 23), most = least + 7;
+  }
+  void group(const uint8_t* packed, int64_t, uint8_t scale, int64_t first, int64_t past, uint16_t* to) const {
+    const Floats by = broadcast(a.scale.table[scale] * a.unit);
+    const __m512i upper = load(upper_halves);
+    for (; first < past; first += codes_at_a_time) {
+      const Floats w0 = times(signed_bytes(packed + first), by), w1 = times(signed_bytes(packed + first + 16), by);
+      _mm512_storeu_si512(to + first, _mm512_permutex2var_epi16(_mm512_castps_si512(w0.v), upper, _mm512_castps_si512(w1.v)));
+    }
+  }
+};
+
+// Such scales and numbers of bfloat16: the number of each code comes out of a table, and the scale is added to its exponent, which
+// rounds nothing. Eight bits look up a magnitude and take their sign from the code.
 template <int bits>
-struct ByExponent {
+struct ByExponent : Exponents {
   static constexpr int numbers = bits == 8 ? 128 : 1 << bits, vectors = numbers <= 32 ? 1 : numbers / 32;
   __m512i table[vectors];
-  int least = 255, most = 0;  // exponents of the numbers
   bool good = false;
   explicit ByExponent(const Linear& a) {
-    if (a.scale.stored != Stored::bytes || !a.scale.table || a.has_outer || a.zero_point.data || a.group % codes_at_a_time) return;
-    for (int i = 0; i < 255; i++) {  // the last one is NaN
-      const uint32_t power = i ? static_cast<uint32_t>(i) << 23 : 1u << 22;
-      if (memcmp(a.scale.table + i, &power, 4) != 0) return;
-    }
     alignas(64) uint16_t halves[vectors * 32] = {};
     for (int code = 0; code < 1 << bits; code++) {
       uint32_t number;
@@ -195,8 +224,6 @@ struct ByExponent {
     for (int i = 0; i < vectors; i++) table[i] = _mm512_load_si512(halves + 32 * i);
     good = true;
   }
-  // Whether a scale leaves every number a normal one.
-  bool takes(uint8_t scale) const { return scale != 255 && least + scale > 127 && most + scale < 127 + 255; }
   __m512i found(__m512i index) const {
     if constexpr (vectors == 1) {
       return _mm512_permutexvar_epi16(index, table[0]);
@@ -222,8 +249,8 @@ struct ByExponent {
   }
 };
 
-template <int bits>
-void rows_of_powers(const Linear& a, const ByExponent<bits>& powers, uint16_t* out, int64_t stride, int64_t begin, int64_t end) {
+template <int bits, class Powers>
+void rows_of_powers(const Linear& a, const Powers& powers, uint16_t* out, int64_t stride, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row++, out += stride) {
     const uint8_t* packed = a.packed + row * a.packed_stride;
     const uint8_t* scales = static_cast<const uint8_t*>(a.scale.data) + row * a.scale.stride;
@@ -274,7 +301,10 @@ void rows_of(const Linear& a, void* out, int64_t stride, int64_t begin, int64_t 
   Element<type>* to = static_cast<Element<type>*>(out);
 #if defined(__AVX512BW__)
   if constexpr (type == Stored::bfloat16 && (bits == 4 || bits == 6 || bits == 8))
-    if (const ByExponent<bits> powers(a); powers.good) return rows_of_powers(a, powers, to, stride, begin, end);
+    if (has_powers(a)) {
+      if (bits == 8 && a.codes == Codes::signed_bytes) return rows_of_powers<bits>(a, IntegersByExponent(a), to, stride, begin, end);
+      if (const ByExponent<bits> powers(a); powers.good) return rows_of_powers<bits>(a, powers, to, stride, begin, end);
+    }
   if constexpr (bits <= 6 && type != Stored::float32)
     if (a.group >= 2 << bits || (bits <= 4 && 2 * a.group == codes_at_a_time))
       return rows_with<bits, type, ByTable<bits, type>>(a, to, stride, begin, end);
