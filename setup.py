@@ -149,7 +149,9 @@ def cpu_commands(out: Path, temp: Path) -> list[tuple[Path, list[str]]]:
         flags = [*INSTRUCTION_SETS["avx512"], "-mavx512vbmi", "-mavx512vnni", "-Wno-uninitialized"]  # of GCC's own intrinsics
         for source in ("digits", "floats"):
             objects[temp / f"{source}.o"] = [*flags, str(folder / f"{source}.cpp")]
-        objects[temp / "dots.o"] = [*INSTRUCTION_SETS["avx512"], "-mavx512bf16", "-Wno-uninitialized", str(folder / "dots.cpp")]
+        flags = [*INSTRUCTION_SETS["avx512"], "-mavx512bf16", "-Wno-uninitialized"]
+        objects[temp / "dots.o"] = [*flags, str(folder / "dots.cpp")]
+        objects[temp / "panels_avx512bf16.o"] = [*flags, "-DLOWBIT_SET=avx512bf16", str(folder / "panels.cpp")]
     commands = [(path, [cxx, *CXX_FLAGS, *flags, "-c", "-o", str(path)]) for path, flags in objects.items()]
     return [*commands, (out, [cxx, *map(str, objects), *link_flags(torch), "-o", str(out)])]
 

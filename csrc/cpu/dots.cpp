@@ -83,11 +83,11 @@ void dots_linear(const Linear& a, const Dots& of, int64_t begin, int64_t end) {
   const int64_t stride = stride_of_dots(a.k), whole = (a.k + columns_of_dots - 1) / columns_of_dots * columns_of_dots;
   const int64_t fit = bytes_of_a_panel / (2 * stride) / some_rows * some_rows;
   const int64_t most = std::clamp<int64_t>(fit, some_rows, 32), rows_of_x = std::min(a.m, rows_of_x_at_a_time);
-  const std::unique_ptr<uint16_t[]> panel(new uint16_t[most * stride]());
+  const std::unique_ptr<uint16_t[]> numbers(new uint16_t[most * stride]());
   const std::unique_ptr<float[]> sums(new float[rows_of_x * most]);
   for (int64_t row = begin; row < end; row += most) {
     const int64_t past = std::min(row + most, end), count = past - row;
-    avx512::panel(a, Stored::bfloat16, panel.get(), stride, row, past);
+    panel(a, Stored::bfloat16, numbers.get(), stride, row, past);
     fetch(a, past, std::min(past + most, end));
     for (int64_t m0 = 0; m0 < a.m; m0 += rows_of_x) {
       const int64_t m1 = std::min(m0 + rows_of_x, a.m), parts = (m1 - m0 + most_x - 1) / most_x;
@@ -98,7 +98,7 @@ void dots_linear(const Linear& a, const Dots& of, int64_t begin, int64_t end) {
           const int64_t first = (m1 - m0) * p / parts, rows = (m1 - m0) * (p + 1) / parts - first;
           const uint16_t* x = of.x + (m0 + first) * stride + k;
           for (int64_t n = 0; n < count; n += some_rows)
-            tiles[rows - 1](x, stride, panel.get() + n * stride + k, stride, steps, sums.get() + first * most + n, most);
+            tiles[rows - 1](x, stride, numbers.get() + n * stride + k, stride, steps, sums.get() + first * most + n, most);
         }
       }
       for (int64_t m = m0; m < m1; m++)

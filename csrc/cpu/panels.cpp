@@ -36,12 +36,16 @@ inline __m512i halves_of(Floats a, Floats b) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT)),
                               _mm512_cvtps_ph(b.v, _MM_FROUND_TO_NEAREST_INT), 1);
   } else {
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v));
+#else
     const auto up = [](Floats numbers) {
       const __m512i bits = _mm512_castps_si512(numbers.v);
       const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
       return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     };
     return _mm512_permutex2var_epi16(up(a), load(upper_halves), up(b));
+#endif
   }
 }
 #endif

@@ -6,7 +6,7 @@
 namespace lowbit::cpu {
 
 // Rows begin .. end - 1 of the weight into `out` of `type`, `stride` numbers apart. One for each instruction set, chosen by the
-// processor at run time.
+// processor at run time; that of avx512bf16 is dots.cpp's own, whose products take subnormal numbers for 0, as it does.
 #define LOWBIT_DECLARE(set) \
   namespace set {           \
   void panel(const Linear&, Stored type, void* out, int64_t stride, int64_t begin, int64_t end); \
@@ -15,6 +15,7 @@ LOWBIT_DECLARE(portable)
 #if defined(__x86_64__)
 LOWBIT_DECLARE(avx2)
 LOWBIT_DECLARE(avx512)
+LOWBIT_DECLARE(avx512bf16)
 #endif
 #undef LOWBIT_DECLARE
 
