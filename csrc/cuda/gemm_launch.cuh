@@ -235,7 +235,7 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
   };
   const auto decoding = [&](int columns) {
     if (is_table) return !are_weights(columns) ? 1.85f : columns == 256 ? 0.6f : columns == 128 ? 1.2f : 1.0f;
-    const bool is_quick = Codes::bits <= 4 || (Codes::bits == 8 && a.m > 64 && !is_narrow);  // with few rows bytes are what counts
+    const bool is_quick = Codes::bits <= 4 || (Codes::bits == 8 && a.m > 64 && !is_narrow);  // as a sweep with many rows found
     const float own = is_integer ? (is_quick ? 0.0f : Codes::bits == 8 ? 0.3f : 0.1f)
                                  : (Codes::bits == 4 ? 0.45f : Codes::bits == 6 ? 0.15f : 0.5f);
     return (own + (is_narrow ? 0.2f : 0.0f)) * (columns == 256 ? 0.6f : 1.0f);
