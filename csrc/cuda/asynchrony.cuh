@@ -66,6 +66,11 @@ __device__ __forceinline__ void show_barriers_to_copies() {
   asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Into the cache of the device: a multiple of 16 bytes.
+__device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Weights are read once: they leave the cache before activations do.
 __device__ __forceinline__ uint64_t read_once() {
   uint64_t policy;

@@ -13,6 +13,8 @@
 // Weights never change, so their copies start before the kernel that writes x has ended.
 #pragma once
 
+#include <algorithm>
+
 #include "fragments.cuh"
 #include "gemm_arguments.cuh"
 #include "gemm_sums.cuh"
@@ -24,7 +26,7 @@
 
 namespace lowbit::cuda {
 
-constexpr int columns_of_box = 64, before_x = 2, most_stages = 8;
+constexpr int columns_of_box = 64, most_stages = 8;
 constexpr int copier_of_weights = tiles_of_block, copier_of_x = tiles_of_block + 1;  // warps
 constexpr int begun = 2;  // a barrier of all threads: those in shared memory have been started
 
@@ -44,21 +46,20 @@ struct Shape {
   static constexpr int threads = workers_of_block + 128;
 };
 
+constexpr int place_of_x = 1024;  // boxes lie on that; barriers come first: where they are is known at once
 template <class S>
-struct GemmMemory {
-  static constexpr int x = 1024;  // boxes lie on that; barriers come first: where they are is known at once
-  int weights, sums, ends, table, total;  // sums, and y, may at the end take the place of the rings
-  // `begins`: the address of all this.
-  __host__ __device__ GemmMemory(const Gemm& a, int table_bytes, int begins) {
-    weights = x + a.x_stages * S::stage_bytes;
-    const int rings = weights + a.weight_stages * tiles_of_block * a.unit.pitch(), meeting = Meeting<S::columns>(a.blocks).bytes();
-    sums = a.sums_apart ? rings : x;
-    ends = (rings > sums + meeting ? rings : sums + meeting) + 15 & ~15;
-    table = ends + rows_of_block * static_cast<int>(sizeof(float2));
-    if (table_bytes) table = (begins + table + table_bytes - 1) / table_bytes * table_bytes - begins;
-    total = table + table_bytes;
-  }
-};
+Places places_of(const Gemm& a, int table_bytes) {
+  constexpr int begins = 1024;  // what the system keeps of a block's shared memory
+  Places at;
+  at.weights = place_of_x + a.x_stages * S::stage_bytes;
+  const int rings = at.weights + a.weight_stages * tiles_of_block * a.unit.pitch();
+  at.sums = a.sums_apart ? rings : place_of_x;
+  at.ends = std::max(rings, at.sums + bytes_of_meeting<S::columns>(a.blocks)) + 15 & ~15;
+  at.table = at.ends + rows_of_block * static_cast<int>(sizeof(float2));
+  if (table_bytes) at.table = (begins + at.table + table_bytes - 1) / table_bytes * table_bytes - begins;
+  at.total = at.table + table_bytes;
+  return at;
+}
 
 template <class Codes, class = void>
 constexpr int table_bytes_of = 0;
@@ -118,8 +119,8 @@ struct Runs : Ring {
   }
 };
 
-// The units that a block reads, those of a column of tiles at a time. Where a stage of x is large, only `before_x` of them are
-// asked for before x may be: all wait for x, and it waits for them.
+// The units that a block reads, those of a column of tiles at a time. Only `before_x` of them are asked for before x has begun to
+// come: all wait for x, and it waits for them.
 template <class S, int unit_columns>
 struct Weights {
   const uint8_t* from;  // the next unit of the first tile
@@ -140,14 +141,14 @@ struct Weights {
       copy_expected(memory + tile * pitch, from + tile * row_bytes, size, ring.full, policy_of(a));
   }
   // All others, and how many bytes the first of them have.
-  __device__ __forceinline__ void copy(const Gemm& a, uint8_t* memory, Ring ring) {
+  __device__ __forceinline__ void copy(const Gemm& a, uint8_t* memory, Ring ring, uint64_t* x_came) {
     const uint64_t policy = policy_of(a);
     if (units > 0) expect(ring.full, tiles * size);
 #pragma unroll 1
     for (int u = 1; u < units; u++) {
       ring.advance();
       from += size;
-      if (S::columns == 256 && u == before_x) wait_for_predecessors();
+      if (u == a.before_x) wait(x_came, 0);
       wait(ring.free + ring.stage, ring.parity ^ 1);
       expect(ring.full + ring.stage, tiles * size);
       const uint8_t* next = from;
@@ -157,6 +158,19 @@ struct Weights {
     }
   }
 };
+
+// The first units of each share of the columns of all tiles into the cache, by the blocks that begin on multiprocessors which the
+// kernel ahead has left free: when that ends, others find them there.
+template <class S, int unit_columns>
+__device__ __forceinline__ void prefetch_weights(const Gemm& a, int parts, int thread, int threads) {
+  constexpr int pieces = unit_columns / columns_of_piece(S::columns, unit_columns), most_units = 4;
+  for (int i = blockIdx.x * threads + thread; i < a.tiles * parts; i += a.early * threads) {
+    const int tile = i / parts, part = i % parts, first = a.pieces_of_row * part / parts / pieces;
+    const int last = (a.pieces_of_row * (part + 1) / parts + pieces - 1) / pieces;
+    const int64_t at = static_cast<int64_t>(tile) * a.units_of_row + first;
+    prefetch(a.units + at * a.unit.size, min(last - first, most_units) * a.unit.size);
+  }
+}
 
 // What comes of rows beyond the last one of x is not written, and zeros in their place come slowly where many blocks ask for them
 // at once: boxes of the last tile have the rows alone that there are.
@@ -178,7 +192,8 @@ __device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_
 // While the tensor cores multiply some batches of codes, the sums of those before are scaled, and the next ones are decoded.
 template <class Codes, class T, class S>
 __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint8_t* memory, const uint8_t* units,
-                                         uint8_t* table, Ring weights, Ring ring_of_x, float (&total)[S::columns / 2]) {
+                                         uint8_t* table, Ring weights, Ring ring_of_x, uint64_t* x_came,
+                                         float (&total)[S::columns / 2]) {
   constexpr int bits = Codes::bits, batch = S::batch, unit_columns = Unit<bits, 0, false>::columns;
   constexpr int piece_columns = columns_of_piece(S::columns, unit_columns), pieces = unit_columns / piece_columns;
   constexpr int batches = piece_columns / batch;
@@ -210,7 +225,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
     zeros = {n < a.n ? a.zero_point[n] : 0u, n + 8 < a.n ? a.zero_point[n + 8] : 0u};
   }
   auto row = Codes::row(zeros.x), row8 = Codes::row(zeros.y);
-  const uint32_t boxes_of_x = operand_b(shared_address(memory + GemmMemory<S>::x));
+  const uint32_t boxes_of_x = operand_b(shared_address(memory + place_of_x));
   float sum[2][S::is_exact ? S::columns / 2 : 1];
   float2 scale[4] = {};
   uint32_t operand[operands][halves][parts][4];
@@ -311,6 +326,8 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
       read(g);
       decode(g);
     }
+    wait(x.full + x.at(0), x.parity);
+    if (threadIdx.x == 0) arrive(x_came);
   }
   hold_registers(total);
 #pragma unroll 1
@@ -383,7 +400,7 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
     if (lane == 0) {
       if (warp == copier_of_weights) weights.start();
       if (warp == copier_of_x) prefetch_description(a.m < S::columns ? &a.last_of_x : &a.x), x.start();
-      if (warp == copier_of_x + 1) arrivals.start();
+      if (warp == copier_of_x + 1) arrivals.start(a.blocks);
       show_barriers_to_copies();
     }
     __syncwarp();
@@ -396,36 +413,39 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
   const auto cut = [&](int parts) { return static_cast<int>(a.by_blocks.divide(a.pieces_of_row * parts) >> (part.clusters - 1)); };
   const int mine = part.cluster * a.blocks + part.block;
   const Share share = {cut(mine), cut(mine + 1), static_cast<int64_t>(part.rows) * tiles_of_block, part.rows_of_x * S::columns};
-  const GemmMemory<S> at(a, table_bytes_of<Codes>, shared_address(memory));
   Weights<S, Unit<Codes::bits, 0, false>::columns> units(a, share);
-  float2* ends = reinterpret_cast<float2*>(memory + at.ends);
+  float2* ends = reinterpret_cast<float2*>(memory + a.at.ends);
   if (warp >= copier_of_weights) {
     if (a.blocks > 1) announce_to_cluster();
     let_dependents_start();
     give_registers_back<40>();
     if (warp == copier_of_weights) {
-      if (lane == 0) units.copy(a, memory + at.weights, weights);
+      if (lane == 0) units.copy(a, memory + a.at.weights, weights, arrivals.x);
     } else if (warp == copier_of_x) {
       if (lane == 0) {
         wait_for_predecessors();
-        copy_x<S>(a, share, memory + at.x, x);
+        copy_x<S>(a, share, memory + place_of_x, x);
       }
     } else {
-      for (int row = threadIdx.x - (copier_of_x + 1) * 32; row < rows_of_block; row += 64)
+      constexpr int threads = 64;
+      const int thread = threadIdx.x - (copier_of_x + 1) * 32;
+      if (blockIdx.x < a.early)
+        prefetch_weights<S, Unit<Codes::bits, 0, false>::columns>(a, a.blocks * part.clusters, thread, threads);
+      for (int row = thread; row < rows_of_block; row += threads)
         ends[row] = end_of<Codes, T>(a, share.first_tile * rows_of_tile + row);
       arrive(arrivals.ends);
     }
   } else {
     synchronize(begun, S::threads);
-    if (lane == 0) units.copy_first(a, memory + at.weights, weights, warp);
+    if (lane == 0) units.copy_first(a, memory + a.at.weights, weights, warp);
     __syncwarp();
     if (a.blocks > 1) announce_to_cluster();
     let_dependents_start();
     take_registers<232>();  // what the others gave, of 168 each
     float total[S::columns / 2] = {};
-    multiply<Codes, T, S>(a, share, memory, memory + at.weights, memory + at.table, weights, x, total);
+    multiply<Codes, T, S>(a, share, memory, memory + a.at.weights, memory + a.at.table, weights, x, arrivals.x, total);
     wait(arrivals.ends, 0);
-    meet_and_write<T, S::columns>(a, arrivals, ends, memory + at.sums, total);
+    meet_and_write<T, S::columns>(a, arrivals, ends, memory + a.at.sums, total);
   }
 #endif
 }

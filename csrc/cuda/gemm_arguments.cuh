@@ -11,7 +11,7 @@ namespace lowbit::cuda {
 template <class T, int bits>
 using Whole = std::conditional_t<std::is_same_v<T, __half>, Integers<T, bits>, ScaledIntegers<T, bits>>;
 
-// Divides by a number that the host knows, whose division takes a block long.
+// Divides by a number that the host knows, whose division takes a block long. Their sum has to be less than 2^32.
 struct Divisor {
   uint32_t by, magic;
   Divisor() = default;
@@ -19,8 +19,13 @@ struct Divisor {
   // Of one factor rounded up: the quotient, or one more.
   __device__ __forceinline__ uint32_t divide(uint32_t x) const {
     const uint32_t q = by == 1 ? x : __umulhi(x, magic);
-    return q - (static_cast<uint64_t>(q) * by > x);
+    return q - (q * by > x);
   }
+};
+
+// Where in a block's shared memory what lies, and its end. Sums, and y, may at the end take the place of the rings.
+struct Places {
+  int weights, sums, ends, table, total;
 };
 
 struct Gemm {
@@ -37,6 +42,9 @@ struct Gemm {
   void* y;                    // [m, n]
   int64_t n, tiles;
   int m, units_of_row, pieces_of_row, group_shift, weight_stages, x_stages;
+  Places at;
+  int before_x;                // units of W that are asked for before x has come
+  int early;                   // blocks that begin long before the others
   int blocks;                  // of a cluster, which share out the columns of W
   Divisor by_blocks, by_rows;  // those; and the blocks that have all rows of W
   uint32_t alone;           // tiles of y that one cluster makes; two share out the columns for each of the others

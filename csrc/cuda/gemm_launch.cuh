@@ -6,6 +6,7 @@
 
 #include "gemm.cuh"
 #include "gemm_launch.h"
+#include "gpu.h"
 #include "quantile_pairs.cuh"
 
 namespace lowbit::cuda {
@@ -20,12 +21,13 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
   constexpr int most_memory = 227 * 1024, table = table_bytes_of<Codes>;
   const auto kernel = tiles_gemm<Codes, T, S>;
   static std::atomic<bool> may_use_all[64];
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (device >= 64 || !may_use_all[device]) {
+  int index = 0;
+  Gpu device = {};
+  if (const cudaError_t error = this_gpu(index, device); error != cudaSuccess) return error;
+  if (index >= 64 || !may_use_all[index]) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_memory);
     if (error != cudaSuccess) return error;
-    if (device < 64) may_use_all[device] = true;
+    if (index < 64) may_use_all[index] = true;
   }
   const auto describe = [&](CUtensorMap& map, int rows_of_box) {
     return describe_x(&map, std::is_same_v<T, __half>, x, a.m, k, rows_of_box);
@@ -45,8 +47,10 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
   constexpr int most_x = S::columns <= 64 ? 6 : 4, run = stages_of_run<Codes, S>;
   constexpr bool is_fixed = is_ring_a_run<Codes, S>;
   static_assert(most_stages >= 6 && (is_fixed ? run == most_x : most_x % run == 0));
-  constexpr int begins = 1024;  // what the system keeps of a block's shared memory
-  const auto memory = [&] { return GemmMemory<S>(a, table, begins).total; };
+  const auto memory = [&] {
+    a.at = places_of<S>(a, table);
+    return a.at.total;
+  };
   const auto fit = [&](int least_weights, int least_x) {
     a.x_stages = most_x;
     a.weight_stages = std::clamp((a.units_of_row + parts - 1) / parts, 2, 6);
@@ -61,7 +65,10 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
     fit(2, 2);
   }
 
-  const int64_t clusters = 2 * tiles - a.alone;
+  // What few rows of x are multiplied by should come as early as it can; with many, x comes late where all of W is ahead of it.
+  a.before_x = a.m <= 64 ? a.units_of_row : S::columns == 256 ? 2 : std::max(1, 512 / a.unit.columns);
+  const int64_t clusters = 2 * tiles - a.alone, spare = device.processors - clusters * a.blocks;
+  a.early = is_early && spare > 0 && spare < device.processors / 2 ? static_cast<int>(spare) : 0;  // else most blocks begin early
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(clusters * a.blocks));
   config.blockDim = dim3(S::threads);
