@@ -65,10 +65,12 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
     fit(2, 2);
   }
 
-  // What few rows of x are multiplied by should come as early as it can; with many, x comes late where all of W is ahead of it.
-  a.before_x = a.m <= 64 ? a.units_of_row : S::columns == 256 ? 2 : std::max(1, 512 / a.unit.columns);
+  // Few rows of x wait for W, which is to come as soon as it can and not before its turn; many wait for x, which comes late where
+  // all of W is ahead of it, and W may be in the cache by then.
+  const bool is_wide = a.m > 64;
+  a.before_x = !is_wide ? a.units_of_row : S::columns == 256 ? 2 : std::max(1, 512 / a.unit.columns);
   const int64_t clusters = 2 * tiles - a.alone, spare = device.processors - clusters * a.blocks;
-  a.early = is_early && spare > 0 && spare < device.processors / 2 ? static_cast<int>(spare) : 0;  // else most blocks begin early
+  a.early = is_wide && is_early && spare > 0 && spare < device.processors / 2 ? static_cast<int>(spare) : 0;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(clusters * a.blocks));
   config.blockDim = dim3(S::threads);

@@ -231,8 +231,11 @@ __device__ __forceinline__ void finish(const Gemm& a, const Part& part, const Ar
 template <class T, int columns, int blocks, int block = 0>
 __device__ __forceinline__ void finish_of(const Gemm& a, const Part& part, const Arrivals& arrivals, const float2* ends,
                                           uint8_t* memory, float (&total)[columns / 2]) {
-  if constexpr (block + 1 < blocks)
-    if (part.block != block) return finish_of<T, columns, blocks, block + 1>(a, part, arrivals, ends, memory, total);
+  if constexpr (block + 1 < blocks) {
+    uint32_t own = part.block;
+    hide(own);  // else the compiler takes the way from a table, which lies far away
+    if (own != block) return finish_of<T, columns, blocks, block + 1>(a, part, arrivals, ends, memory, total);
+  }
   finish<T, columns, blocks, block>(a, part, arrivals, ends, memory, total);
 }
 
