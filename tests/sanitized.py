@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
-FILES = ["tests/test_cpu_kernels.py", "tests/test_cpu_prepared.py", "tests/test_kernels.py"]
-TESTS = [*FILES, "-m", "not gpu", "-k", "cpu_ or test_cpu_kernels"]
+FILES = [*sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("tests/test_cpu_*.py")), "tests/test_kernels.py"]
+TESTS = [*FILES, "-m", "not gpu", "-k", "cpu_"]
 
 
 def build(library: Path, temp: Path) -> str:

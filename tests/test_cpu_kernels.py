@@ -10,55 +10,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from accuracy import linear_bound
+from cpu_cases import SCHEMES, Parts, linear, weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit import QTensor, strict
 from lowbit.formats import FORMATS, Float
-from lowbit.packing import pack
 from lowbit.scheme import PLAIN_SCALES, Scheme
-from lowbit_kernels import cpu, cpu_panels, reference
-from lowbit_kernels.registry import kernels, trace
+from lowbit_kernels import cpu, reference
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=cpu.available() or "")
-
-SCHEMES = (
-    Scheme("int8"),
-    Scheme("uint8", 48, "int", "fp16"),
-    Scheme("int4", 128, scale="fp32"),
-    Scheme("uint4", 7, "int"),
-    Scheme("uint4", 64, "float"),
-    Scheme("fp8_e4m3fn", 32, scale="e8m0"),
-    Scheme("fp4_e2m1", 16, scale="fp8_e4m3fn", outer=True),
-    Scheme("uint3", 9, "int"),
-    Scheme("int2", 64),
-    Scheme("uint2", 32, "int"),
-    Scheme("int3", 128),
-    Scheme("uint5", 40, "int"),
-    Scheme("int6", 32),
-    Scheme("uint7", 128, "float"),
-    Scheme("fp6_e2m3", 32, scale="e8m0"),
-    Scheme("fp6_e3m2", 17),
-    Scheme("fp8_e5m2", 128),
-    Scheme("fp8_e4m3fn", 128),
-    Scheme("fp6_e3m2", 32, scale="e8m0"),
-    Scheme("nf4", 64),
-)
-POWERS = tuple(Scheme(name, 32, scale="e8m0") for name in ("fp4_e2m1", "fp8_e5m2", "mxint8", "nf4", "int4", "int6"))
-Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-
-
-def linear(x: Tensor, parts: Parts, scheme: Scheme, instructions: str = "") -> Tensor:
-    tables = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.number_table(scheme.scale)
-    return torch.ops.lowbit_cpu.linear(x, *parts, None, *tables, scheme.group_size, instructions)
-
-
-def weight(scheme: Scheme, n: int, k: int) -> tuple[Parts, Tensor]:
-    w = torch.randn(n, k, generator=torch.Generator().manual_seed(n + k))
-    w[:, ::31] *= 20
-    parts = reference.quantize(w, scheme, "range")
-    return parts, reference.dequantize(*parts, scheme, k, torch.float64)
 
 
 @pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
@@ -304,93 +266,6 @@ def test_infinities_and_nan_have_no_digits(scheme: Scheme, instructions: str, mo
         assert torch.equal(y.nan_to_num(7e30), linear(x, parts, scheme).nan_to_num(7e30))
 
 
-@pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", ["bf16", "fp16", "fp32"])
-def test_quantize_gives_the_bytes_of_the_reference(
-    instructions: str, dtype: torch.dtype, scale: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = ["portable", "avx2", "avx512"]
-    if ranks.index(instructions) > ranks.index(torch.ops.lowbit_cpu.instructions()):
-        pytest.skip(f"this processor has no {instructions}")
-    monkeypatch.setenv("LOWBIT_CPU", instructions)
-    row = next(row for row in kernels() if row.name == "cpu_quantize")
-    for name in sorted(row.formats or ()):
-        for group, k in ((-1, 33), (7, 50), (32, 96), (128, 300)):
-            zero = "int" if name.startswith("uint") else "none"
-            w = torch.randn(9, k, generator=torch.Generator().manual_seed(k)).to(dtype)
-            w[:, ::13] *= 30
-            w[2], w[3, : k // 2], w[4], w[5] = 0, -0.0, w[4].abs() + 1, -w[5].abs()
-            w[6] *= 2.0**-12
-            w[7] = torch.arange(k) / 2  # halves: ties go to even
-            scheme = Scheme(name, group, zero, scale)
-            ours, theirs = row.run(w, scheme, "range"), reference.quantize(w, scheme, "range")
-            assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), scheme
-
-
-@given(
-    scheme=st.builds(
-        lambda name, group, scale: Scheme(name, group, "int" if name.startswith("uint") else "none", scale),
-        st.sampled_from(("int8", "int4", "uint4", "int3", "uint2")),
-        st.sampled_from((-1, 5, 32)),
-        st.sampled_from(("bf16", "fp16", "fp32")),
-    ),
-    shape=st.sampled_from(((3, 64), (2, 3, 33), (1, 1), (0, 64), (4, 0))),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
-    exponent=st.integers(-149, 126),
-    wrong=st.sampled_from((None, None, float("inf"), float("nan"))),
-    method=st.sampled_from(("range", "mse")),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=300, deadline=None)
-def test_quantize_runs_what_the_receipt_says(
-    scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, exponent: int, wrong: float | None, method: str, seed: int
-) -> None:
-    """Also weights that are refused, with the words of the reference; and the row stands for no other one."""
-    w = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).sub(0.5).mul(2.0**exponent).to(dtype)
-    if wrong is not None and w.numel():
-        w.view(-1)[w.numel() // 2] = wrong
-    ours = method == "range" and w.numel() > 0
-
-    def outcome(quantize: Callable[[], tuple[Tensor | None, ...]]) -> list[list[object]] | str:
-        try:
-            return [[] if part is None else part.reshape(-1).tolist() for part in quantize()]
-        except ValueError as error:
-            return str(error)
-
-    with trace() as record:
-        found = outcome(lambda: torch.ops.lowbit.quantize(w, str(scheme), method))
-    assert [*record.kernels()] == ["cpu_quantize" if ours else "reference_quantize"]
-    if bool(w.isfinite().all()):
-        assert found == outcome(lambda: reference.quantize(w, scheme, method))
-    elif ours:
-        assert isinstance(found, str)  # of another matrix, perhaps, a scale that underflows
-
-
-@pytest.mark.skipif(cpu_panels._dots_available() is not None, reason=cpu_panels._dots_available() or "")
-@given(
-    scheme=st.sampled_from(SCHEMES),
-    shape=st.tuples(st.integers(1, 70), st.integers(1, 40), st.integers(1, 4200)),
-    bias=st.sampled_from((None, torch.float32, torch.bfloat16, torch.float16)),
-    exponent=st.integers(-130, 90),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=100, deadline=None)
-def test_dots_of_any_shape(
-    scheme: Scheme, shape: tuple[int, int, int], bias: torch.dtype | None, exponent: int, seed: int
-) -> None:
-    m, n, k = shape
-    random = torch.Generator().manual_seed(seed)
-    parts, w = weight(scheme, n, k)
-    x = (torch.randn(m, k, generator=random) * 2.0**exponent).bfloat16()
-    shift = None if bias is None else torch.randn(n, generator=random).to(bias)
-    exact = x.double() @ w.mT + (0 if shift is None else shift.double())
-    y = cpu_panels.dots_linear(x, *parts, shift, scheme)
-    bound = linear_bound("weights rounded once", x.double(), w, None if shift is None else shift.double(), exact, torch.bfloat16)
-    assert y.shape == exact.shape
-    assert ((y.double() - exact).abs() <= bound).all()
-
-
 @pytest.mark.skipif(cpu._digits_available() is not None, reason=cpu._digits_available() or "")
 @given(m=st.integers(1, 200), some=st.integers(1, 64), shape=st.sampled_from(((200,), (2, 100), (5, 4, 10))))
 @settings(max_examples=20, deadline=None)
@@ -404,59 +279,9 @@ def test_rows_rounded_to_int8_do_not_depend_on_each_other(m: int, some: int, sha
     assert torch.equal(alone, y.reshape(200, 9)[:m][-some:])
 
 
-@pytest.mark.skipif(cpu_panels._dots_available() is not None, reason=cpu_panels._dots_available() or "")
-@pytest.mark.parametrize(
-    ("scheme", "least"), [("int4", 11), ("int8", 11), ("int6", 17), ("mxint8", 17), ("fp8", 5), ("nf4", 5), ("mxfp8", 5)]
-)
-def test_many_rows_of_bfloat16_take_dots(scheme: str, least: int) -> None:
-    q = QTensor.quantize(torch.randn(8, 256, generator=torch.Generator().manual_seed(0)), scheme)
-    for m, dtype in ((least - 1, torch.bfloat16), (least, torch.float16), (least, torch.bfloat16), (300, torch.bfloat16)):
-        with trace() as record:
-            torch.nn.functional.linear(torch.ones(m, 256, dtype=dtype), q)
-        assert ([*record.kernels()] == ["cpu_dots"]) == (m >= least and dtype == torch.bfloat16)
-    with strict("cpu_panels"):  # a name that is asked for runs, quicker or not
-        torch.nn.functional.linear(torch.ones(9, 256, dtype=torch.bfloat16), q)
-
-
-@pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
-@pytest.mark.parametrize("scheme", [*SCHEMES, *POWERS, *(Scheme(f"uint{b}", 16, "int") for b in range(1, 9))], ids=str)
-def test_panels_are_the_numbers_of_the_reference(scheme: Scheme, instructions: str) -> None:
-    ranks = ["portable", "avx2", "avx512"]
-    if ranks.index(instructions) > ranks.index(torch.ops.lowbit_cpu.instructions()):
-        pytest.skip(f"this processor has no {instructions}")
-    tables = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.byte_table(scheme.scale)
-    for k in (1, 16, 33, 80, 256, 1000, 1040):
-        parts = weight(scheme, 9, k)[0]
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            out = torch.empty(9, k, dtype=dtype)
-            torch.ops.lowbit_cpu.panel(out, *parts, *tables, scheme.group_size, instructions)
-            assert torch.equal(out, reference.dequantize(*parts, scheme, k, dtype)), (k, dtype)
-
-
 def test_nothing_to_do() -> None:
     scheme = Scheme("int8", 16)
     parts, _ = weight(scheme, 4, 64)
     assert linear(torch.empty(0, 64), parts, scheme).shape == (0, 4)
     empty = (parts[0][:, :0], parts[1][:, :0], None, None)
     assert torch.equal(linear(torch.empty(2, 0), empty, scheme), torch.zeros(2, 4))
-
-
-@given(
-    scheme=st.sampled_from([s for s in (*SCHEMES, *POWERS) if s.scale == "e8m0"]),
-    k=st.sampled_from((32, 70, 300)),
-    least=st.integers(0, 255),
-    width=st.sampled_from((0, 3, 255)),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=200, deadline=None)
-def test_panels_of_any_powers_of_two(scheme: Scheme, k: int, least: int, width: int, seed: int) -> None:
-    """Every code under every scale: NaN, numbers beyond those of bfloat16, and below its normal ones."""
-    random = torch.Generator().manual_seed(seed)
-    codes = torch.randint(1 << scheme.bits, (5, k), dtype=torch.uint8, generator=random)
-    scale = torch.randint(least, min(least + width, 255) + 1, (5, scheme.groups(k)), dtype=torch.uint8, generator=random)
-    parts = pack(codes, scheme.bits), scale, None, None
-    out = torch.empty(5, k, dtype=torch.bfloat16)
-    torch.ops.lowbit_cpu.panel(out, *parts, cpu.number_table(scheme.format), cpu.byte_table(scheme.scale), scheme.group_size)
-    expected = reference.dequantize(*parts, scheme, k, torch.bfloat16)
-    assert torch.equal(out.isnan(), expected.isnan())
-    assert torch.equal(out.nan_to_num(0.5), expected.nan_to_num(0.5))
