@@ -168,7 +168,7 @@ __device__ __forceinline__ void prefetch_weights(const Gemm& a, int parts, int t
     const int tile = i / parts, part = i % parts, first = a.pieces_of_row * part / parts / pieces;
     const int last = (a.pieces_of_row * (part + 1) / parts + pieces - 1) / pieces;
     const int64_t at = static_cast<int64_t>(tile) * a.units_of_row + first;
-    prefetch(a.units + at * a.unit.size, min(last - first, most_units) * a.unit.size);
+    if (first < last) prefetch(a.units + at * a.unit.size, min(last - first, most_units) * a.unit.size);
   }
 }
 
