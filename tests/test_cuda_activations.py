@@ -65,6 +65,25 @@ def test_codes_of_x_are_those_of_the_reference(activation: Scheme, scale: float,
     assert ((y - values).abs() <= 2.0**-21 * values.abs() + 2.0**-140).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("one_kernel", [False, True])
+def test_every_quotient_of_two_numbers_of_x_is_rounded_as_by_a_division(dtype: torch.dtype, one_kernel: bool) -> None:
+    """All magnitudes up to a row's largest that are not too small for its scale, for each mantissa that the largest may have."""
+    bits = 8 if dtype is torch.bfloat16 else 11
+    largest = torch.arange(2 ** (bits - 1), 2**bits, dtype=torch.float32)
+    numbers = torch.cat([largest * 2.0**-shift for shift in range(10)])
+    columns = 64
+    unit = QTensor.quantize(torch.eye(columns), INT8).cuda()
+    for few in numbers.split(columns - 1):
+        x = torch.cat([largest[:, None], few.expand(len(largest), -1)], 1)
+        x = torch.where(x <= largest[:, None], x, 0.0)
+        x = torch.nn.functional.pad(x, (0, columns - x.shape[1])).to(dtype)
+        codes = to_codes(x.float(), INT8, choose(x.float(), INT8)).view(torch.int8)
+        for rows, wanted in zip(x.split(128), codes.split(128), strict=True):
+            y = by_codes(rows.cuda(), unit, int(one_kernel)).cpu().double()
+            assert torch.equal((y / (rows[:, :1].double() / 127)).round(), wanted.double())
+
+
 @pytest.mark.parametrize("activation", [INT8, FP8], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("static", [False, True])

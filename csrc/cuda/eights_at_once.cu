@@ -18,14 +18,14 @@ int blocks_at_once(int64_t m, int64_t n, int64_t k) {
   const int processors = gpu.processors;
   const int64_t tiles = (n + rows_of_block - 1) / rows_of_block, steps = (k + columns_of_stage - 1) / columns_of_stage;
   // Pairs are always side by side; more of them may have to wait for others.
-  const int blocks = steps >= 4 && 8 * tiles <= processors ? 4 : steps >= 2 && 2 * tiles <= processors ? 2 : 1;
-  const int64_t columns = (steps + blocks - 1) / blocks * columns_of_stage;
-  const int64_t rows = std::min<int64_t>(m, most_rows_at_once), tiles_m = (m + most_rows_at_once - 1) / most_rows_at_once;
-  const int64_t segments = rows * ((columns + columns_of_segment - 1) / columns_of_segment);
-  // More rows are further tiles, as long as all of them run at once, and with half of the rounding.
-  const int most_segments = tiles_m == 1 ? most_segments_of_warp : most_segments_of_warp / 2;
+  int blocks = steps >= 4 && 8 * tiles <= processors ? 4 : steps >= 2 && 2 * tiles <= processors ? 2 : 1;
+  // More rows are further tiles, as long as all of them run at once.
+  const int64_t tiles_m = (m + most_rows_at_once - 1) / most_rows_at_once;
+  while (tiles_m > 1 && blocks > 1 && tiles * tiles_m * blocks > processors) blocks /= 2;
   if (tiles_m > 1 && tiles * tiles_m * blocks > processors) return 0;
-  return columns <= most_columns_at_once && segments <= most_segments * warps_that_multiply ? blocks : 0;
+  const int64_t columns = (steps + blocks - 1) / blocks * columns_of_stage;
+  const int64_t segments = std::min<int64_t>(m, most_rows_at_once) * ((columns + columns_of_segment - 1) / columns_of_segment);
+  return columns <= most_columns_at_once && segments <= most_segments_of_warp * warps_that_multiply ? blocks : 0;
 }
 
 namespace {

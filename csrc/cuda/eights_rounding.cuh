@@ -83,32 +83,6 @@ struct RowDivisor {
 };
 static_assert(sizeof(RowDivisor) == 16);
 
-// The codes of eight numbers by one multiplication each, where none of them is so near to the middle between two integers that
-// the quotient's rounding could matter; else by division. With a reciprocal within 2^-24 of it, and |x / scale| below 128, the
-// product is within 2^-17 of the quotient, and the rounded quotient within 2^-18.
-template <bool is_float, class X>
-__device__ __forceinline__ uint2 codes_of_usual(const Chunk<X>& chunk, const Divisor& by) {
-  if constexpr (is_float) {
-    return codes_of<true, false>(chunk, by);
-  } else {
-    constexpr float magic = 12582912.0f, most_certain = 0.5f - 0x1p-16f;  // 1.5 x 2^23: the sum's last bits are the integer
-    uint32_t words[2];
-    float most = 0;
-#pragma unroll
-    for (int w = 0; w < 2; w++) {
-      uint32_t whole[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float x = chunk.get(4 * w + i), sum = __fmaf_rn(x, by.reciprocal, magic);
-        most = fmaxf(most, fabsf(__fmaf_rn(x, by.reciprocal, magic - sum)));
-        whole[i] = __float_as_uint(sum);
-      }
-      words[w] = __byte_perm(__byte_perm(whole[0], whole[1], 0x0040), __byte_perm(whole[2], whole[3], 0x0040), 0x5410);
-    }
-    return most <= most_certain ? uint2{words[0], words[1]} : codes_of<false, false>(chunk, by);
-  }
-}
-
 // The part of x that a block has: `rows` of it, 256 columns of one row at a time in a warp.
 template <class Number, class X, int T>
 struct PartOfX {
@@ -149,12 +123,7 @@ struct PartOfX {
       const int row = row_of(segment), column = column_of(segment, row), place = column / 16 % 8 ^ row % 8;
       const Chunk<X> chunk = load(row, column);
       const Divisor by = divisors[row].by;
-      uint2 eight;
-      if constexpr (is_usual) {
-        eight = codes_of_usual<is_float>(chunk, by);
-      } else {
-        eight = codes_of<is_float, true>(chunk, by);
-      }
+      const uint2 eight = codes_of<is_float, !is_usual>(chunk, by);
       if (column < filled)
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + (column / columns_of_stage * T + row) * columns_of_stage +
                                                               place * 16 + column % 16),

@@ -30,9 +30,6 @@ constexpr int columns_of_box = 64, most_stages = 8;
 constexpr int copier_of_weights = tiles_of_block, copier_of_x = tiles_of_block + 1;  // warps
 constexpr int begun = 2;  // a barrier of all threads: those in shared memory have been started
 
-// Columns of W that blocks share out and work on at a time: all of a unit for few rows of x, which take little time.
-__host__ __device__ constexpr int columns_of_piece(int columns, int unit_columns) { return columns == 16 ? unit_columns : 256; }
-
 // How a block works: rows of x that it takes, columns of W whose products are under way together; the columns of a group (none
 // where a row is one), and whether its scale multiplies the sums of their products, or else the operands; how many of those
 // batches are decoded before their products begin.

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "gemm.cuh"
+#include "gemm_cut.h"
 #include "gemm_launch.h"
 #include "gpu.h"
 #include "quantile_pairs.cuh"
@@ -100,99 +101,6 @@ inline unsigned long long word_of_launch() {
   return (z ^ z >> 31) | 1;
 }
 
-// Microseconds on an H200 that a block takes for what it does once, for meeting each other one of its cluster, for meeting
-// another cluster, and for 512 columns of its 128 rows where their codes are plain ones of four bits. They were fitted
-// to measured times of all plans of 140 products with weights of 1024 to 28672 rows: for a quick choice, not for the times.
-struct Cost {
-  int columns;
-  float once, meeting, pair, columns_512;
-};
-// What blocks that fill the device take more, since no other kernel can begin before they end, and which part of the time for
-// columns, since they share the memory: of that none up to half of the device, and all the more between.
-constexpr float crowded = 0.62f, shared_memory = 0.12f;
-
-// How many clusters of one to four blocks, whose multiprocessors they have for themselves, are on a device at once: not as many
-// as there are multiprocessors for, since those of a cluster must be neighbours. Asked once for each device.
-struct AtOnce {
-  int clusters[5];
-};
-inline cudaError_t clusters_at_once(void (*kernel)(Gemm), int threads, int memory, AtOnce& most) {
-  static std::atomic<int> known[64][5];
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const bool is_known = device < 64 && known[device][1] > 0;
-  if (!is_known) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
-    if (error != cudaSuccess) return error;
-  }
-  for (int blocks = 4; blocks > 0; blocks--) {  // that of one, which tells that all are known, is the last
-    if (is_known) {
-      most.clusters[blocks] = known[device][blocks];
-      continue;
-    }
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = memory;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    const cudaError_t error = cudaOccupancyMaxActiveClusters(&most.clusters[blocks], kernel, &config);
-    if (error != cudaSuccess) return error;
-    most.clusters[blocks] = std::max(most.clusters[blocks], 1);
-    if (device < 64) known[device][blocks] = most.clusters[blocks];
-  }
-  return cudaSuccess;
-}
-
-// Who shares out the columns of W: the blocks of a cluster, and two clusters but for those tiles of y that one makes alone.
-struct Cut {
-  int columns = 0, blocks = 0;
-  int64_t alone = 0;
-  float us = 1e30f;
-};
-
-// `decoding`: what 512 columns take more than those plain codes, into as many operands as that many rows of x
-// need; `takes`: whether there is a kernel for as many rows of x.
-template <class Takes, class Decoding>
-Cut cut_of(const Gemm& a, int64_t k, GemmPlan plan, const AtOnce& at_once, Takes takes, Decoding decoding) {
-  static constexpr Cost costs[] = {{16, 1.95f, 0.18f, 1.2f, 1.2f},
-                                   {32, 1.93f, 0.23f, 1.2f, 1.43f},
-                                   {64, 2.5f, 0.33f, 1.4f, 1.67f},
-                                   {128, 3.1f, 0.45f, 2.3f, 2.64f},
-                                   {256, 2.2f, 5.5f, 6.6f, 4.5f}};
-  Cut best;
-  for (const Cost& cost : costs) {
-    if (plan.columns && cost.columns != plan.columns) continue;
-    if (!takes(cost.columns)) continue;
-    const int piece = columns_of_piece(cost.columns, a.unit.columns), pieces = static_cast<int>((k + piece - 1) / piece);
-    const int64_t tiles = (a.tiles + tiles_of_block - 1) / tiles_of_block * ((a.m + cost.columns - 1) / cost.columns);
-    for (int blocks = 1; blocks <= 4; blocks++) {
-      if (plan.parts ? blocks != plan.parts : blocks > pieces) continue;
-      const int64_t most = at_once.clusters[blocks];
-      const auto us_of = [&](int64_t clusters, int parts) {
-        const float filled = static_cast<float>(blocks * clusters) / static_cast<float>(at_once.clusters[1]);
-        const float crowd = std::clamp(2 * filled - 1, 0.0f, 1.0f);
-        const float each = cost.columns_512 * (1 + shared_memory * crowd) + decoding(cost.columns);
-        const int columns = (pieces + parts - 1) / parts * piece;
-        const float us = cost.once + cost.meeting * (blocks - 1) + crowded * crowd + columns / 512.0f * each;
-        return us * static_cast<float>((clusters + most - 1) / most);
-      };
-      const int64_t last = tiles % most;
-      for (const int64_t shared : {int64_t{0}, last}) {  // none, or those of the last turn
-        const bool is_shared = shared > 0;
-        if (plan.shared == 0 ? is_shared && pieces < 2 * blocks : (plan.shared == 2 && last > 0) != is_shared) continue;
-        float us = us_of(tiles - shared, blocks);
-        if (is_shared) us += us_of(2 * shared, 2 * blocks) + cost.pair * static_cast<float>((2 * shared + most - 1) / most);
-        if (us < best.us) best = {cost.columns, blocks, tiles - shared, us};
-      }
-    }
-  }
-  return best;
-}
-
 // Kernels whose operands are codes. Those of two parts take so many registers that batches are small.
 template <class Codes, Scaling scaling, int columns, int group>
 using ExactShape = Shape<columns, (Codes::parts > 1) ? 32 : std::min(columns == 64 ? 64 : 128, group), group, true, scaling,
@@ -242,21 +150,16 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
     if (are_weights(columns)) return weights_few || (weights_many && columns > 16);
     return columns == 64 || (group && is_own);
   };
-  const auto decoding = [&](int columns) {
-    if (is_table) return !are_weights(columns) ? 1.85f : columns == 256 ? 0.6f : columns == 128 ? 1.2f : 1.0f;
-    const bool is_quick = Codes::bits <= 4 || (Codes::bits == 8 && a.m > 64 && !is_narrow);  // as a sweep with many rows found
-    const float own = is_integer ? (is_quick ? 0.0f : Codes::bits == 8 ? 0.3f : 0.1f)
-                                 : (Codes::bits == 4 ? 0.45f : Codes::bits == 6 ? 0.15f : 0.5f);
-    return (own + (is_narrow ? 0.2f : 0.0f)) * (columns == 256 ? 0.6f : 1.0f);
-  };
   using Some = ExactShape<Codes, Scaling::plain, 64, 128>;
-  AtOnce at_once = {};
-  if (const cudaError_t error = clusters_at_once(tiles_gemm<Codes, T, Some>, Some::threads, 220 * 1024, at_once);
-      error != cudaSuccess)
-    return error;
-  const Cut cut = cut_of(a, k, plan, at_once, takes, decoding);
+  Kernels kernels = {{}, {}, Codes::bits, is_integer, is_table, is_narrow, reinterpret_cast<const void*>(tiles_gemm<Codes, T, Some>),
+                     Some::threads};
+  for (int i = 0; i < Kernels::sizes; i++) {
+    kernels.takes[i] = takes(Kernels::columns(i));
+    kernels.are_weights[i] = are_weights(Kernels::columns(i));
+  }
+  Cut cut;
+  if (const cudaError_t error = cut_of(a, k, plan, kernels, cut); error != cudaSuccess) return error;
   const int columns = cut.columns;
-  if (columns == 0) return cudaErrorInvalidValue;  // a plan that is not for such weights
   a.blocks = cut.blocks;
   a.alone = static_cast<uint32_t>(cut.alone);
 

@@ -20,6 +20,9 @@ namespace lowbit::cuda {
 constexpr int most_of_cluster = 4, rows_of_block = 128;
 constexpr int tiles_of_block = rows_of_block / rows_of_tile, workers_of_block = 32 * tiles_of_block;
 
+// Columns of W that blocks share out and work on at a time: all of a unit for few rows of x, which take little time.
+__host__ __device__ constexpr int columns_of_piece(int columns, int unit_columns) { return columns == 16 ? unit_columns : 256; }
+
 // Who finishes what, and where: block `strip % blocks`, in turn `strip / blocks`.
 template <int columns, int blocks>
 struct Meeting {
