@@ -10,6 +10,7 @@ import lowbit
 from lowbit import QTensor, Scheme, quantize_
 from lowbit.grid import Scales, to_codes, to_values
 from lowbit.scales import choose
+from lowbit_kernels import cuda
 from tests.models import mlp
 
 pytestmark = [
@@ -18,6 +19,12 @@ pytestmark = [
 ]
 INT8 = Scheme.parse("int8:row:fp32")
 FP8 = Scheme.parse("fp8_e4m3fn:row:fp32")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _library() -> None:
+    if (reason := cuda.available()) is not None:
+        pytest.skip(reason)
 
 
 def weight(scheme: Scheme, n: int, k: int) -> QTensor:

@@ -8,28 +8,40 @@
 
 namespace lowbit::cuda {
 
-// Microseconds on an H200 that a block takes for what it does once, for meeting each other one of its cluster, for meeting
-// another cluster, and for 512 columns of its 128 rows where their codes are plain ones of four bits. They were fitted
-// to measured times of all plans of 140 products with weights of 1024 to 28672 rows: for a quick choice, not for the times.
+// Microseconds on an H200 that a block takes for what it does once, and more where blocks fill the device, since no other kernel
+// can begin before they end (none up to half of it, all of that where it is full); for meeting each other one of its cluster; for
+// meeting another cluster; and for 512 columns of its 128 rows where their codes are plain ones of four bits. Fitted to measured
+// times of the plans of 162 products with weights of 1024 to 4096 rows, among which what it chooses takes 0.1 % longer than the
+// best, and held to what had been found for larger weights: for a choice, not for the times.
 struct Cost {
-  float once, meeting, pair, columns_512;
+  float once, crowded, meeting, pair, columns_512;
 };
-constexpr Cost costs[Kernels::sizes] = {{1.95f, 0.18f, 1.2f, 1.2f},
-                                        {1.93f, 0.23f, 1.2f, 1.43f},
-                                        {2.5f, 0.33f, 1.4f, 1.67f},
-                                        {3.1f, 0.45f, 2.3f, 2.64f},
-                                        {2.2f, 5.5f, 6.6f, 4.5f}};
-// What blocks that fill the device take more, since no other kernel can begin before they end, and which part of the time for
-// columns, since they share the memory: of that none up to half of the device, and all the more between.
-constexpr float crowded = 0.62f, shared_memory = 0.12f;
+constexpr Cost costs[Kernels::sizes] = {{1.92f, 0.8f, 0.0f, 1.46f, 1.02f},
+                                        {1.31f, 0.5f, 0.22f, 1.97f, 1.41f},
+                                        {2.43f, 0.42f, 0.05f, 1.5f, 1.55f},
+                                        {2.57f, 0.55f, 0.41f, 2.45f, 2.6f},
+                                        {3.86f, 2.72f, 0.67f, 4.43f, 4.12f}};
 
-// What 512 columns take more than those plain codes.
-static float decoding(const Gemm& a, const Kernels& kernels, int size) {
-  const int columns = Kernels::columns(size), bits = kernels.bits;
-  if (kernels.is_table) return !kernels.are_weights[size] ? 1.85f : columns == 256 ? 0.6f : columns == 128 ? 1.2f : 1.0f;
-  const bool is_quick = bits <= 4 || (bits == 8 && a.m > 64 && !kernels.is_narrow);  // as a sweep with many rows found
-  const float own = kernels.is_integer ? (is_quick ? 0.0f : bits == 8 ? 0.3f : 0.1f) : (bits == 4 ? 0.45f : bits == 6 ? 0.15f : 0.5f);
-  return (own + (kernels.is_narrow ? 0.2f : 0.0f)) * (columns == 256 ? 0.6f : 1.0f);
+// What 512 columns take more than those plain codes: for up to 64 rows of x, for 128 and for 256.
+struct Decoding {
+  float few, many, most;
+};
+static Decoding decoding_of(const Kernels& kernels) {
+  if (kernels.is_table) return {1.47f, 1.41f, 1.01f};
+  if (kernels.is_integer) {
+    if (kernels.is_narrow) return {0.5f, 0.12f, 0.29f};
+    return kernels.bits <= 4 ? Decoding{0.0f, 0.0f, 0.0f} : kernels.bits == 8 ? Decoding{0.15f, 0.0f, 0.1f} : Decoding{0.32f, 0.0f, 0.15f};
+  }
+  switch (kernels.bits) {
+    case 4: return kernels.is_narrow ? Decoding{0.55f, 0.17f, 0.15f} : Decoding{0.59f, 0.1f, 0.24f};
+    case 6: return kernels.is_narrow ? Decoding{0.52f, 0.18f, 0.25f} : Decoding{0.36f, 0.08f, 0.19f};
+    default: return kernels.is_narrow ? Decoding{0.72f, 0.66f, 0.65f} : Decoding{0.51f, 0.26f, 0.21f};
+  }
+}
+static float decoding(const Kernels& kernels, int size) {
+  if (kernels.is_table && !kernels.are_weights[size]) return 1.85f;
+  const Decoding of = decoding_of(kernels);
+  return Kernels::columns(size) == 256 ? of.most : Kernels::columns(size) == 128 ? of.many : of.few;
 }
 
 // How many clusters of one to four blocks, whose multiprocessors they have for themselves, are on a device at once: not as many
@@ -76,7 +88,7 @@ cudaError_t cut_of(const Gemm& a, int64_t k, const GemmPlan& plan, const Kernels
     const int block_columns = Kernels::columns(size);
     if (!kernels.takes[size] || (plan.columns && block_columns != plan.columns)) continue;
     const Cost& cost = costs[size];
-    const float decoded = decoding(a, kernels, size);
+    const float each = cost.columns_512 + decoding(kernels, size);
     const int piece = columns_of_piece(block_columns, a.unit.columns), pieces = static_cast<int>((k + piece - 1) / piece);
     const int64_t tiles = (a.tiles + tiles_of_block - 1) / tiles_of_block * ((a.m + block_columns - 1) / block_columns);
     for (int blocks = 1; blocks <= most_of_cluster; blocks++) {
@@ -85,9 +97,8 @@ cudaError_t cut_of(const Gemm& a, int64_t k, const GemmPlan& plan, const Kernels
       const auto us_of = [&](int64_t clusters, int parts) {
         const float filled = static_cast<float>(blocks * clusters) / static_cast<float>(at_once.clusters[1]);
         const float crowd = std::clamp(2 * filled - 1, 0.0f, 1.0f);
-        const float each = cost.columns_512 * (1 + shared_memory * crowd) + decoded;
         const int columns = (pieces + parts - 1) / parts * piece;
-        const float us = cost.once + cost.meeting * (blocks - 1) + crowded * crowd + columns / 512.0f * each;
+        const float us = cost.once + cost.meeting * (blocks - 1) + cost.crowded * crowd + columns / 512.0f * each;
         return us * static_cast<float>((clusters + most - 1) / most);
       };
       const int64_t last = tiles % most;
