@@ -11,8 +11,8 @@ namespace lowbit::cuda {
 // Microseconds on an H200 that a block takes for what it does once, and more where blocks fill the device, since no other kernel
 // can begin before they end (none up to half of it, all of that where it is full); for meeting each other one of its cluster; for
 // meeting another cluster; and for 512 columns of its 128 rows where their codes are plain ones of four bits. Fitted to measured
-// times of the plans of 162 products with weights of 1024 to 4096 rows, among which what it chooses takes 0.1 % longer than the
-// best, and held to what had been found for larger weights: for a choice, not for the times.
+// times of the plans of 162 products with weights of 1024 to 4096 rows, and held to what had been found for larger ones: for a
+// choice, not for the times.
 struct Cost {
   float once, crowded, meeting, pair, columns_512;
 };

@@ -9,7 +9,8 @@
 namespace lowbit::cuda {
 
 // The kernels for the codes of a product: for how many rows of x a block there is one, and whether its operands are weights or
-// else codes; what decoding takes there. `any` of them, which take all of a multiprocessor's shared memory.
+// else codes; what these codes are, which tells how long decoding takes. `any` of the kernels, with its threads: each takes most of
+// a multiprocessor's shared memory.
 struct Kernels {
   static constexpr int sizes = 5;
   static constexpr int columns(int size) { return 16 << size; }
