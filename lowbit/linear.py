@@ -108,6 +108,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
                 held["outer"],
                 held["bias"],
             )
+            input_scale = self._buffers["input_scale"]
         except KeyError:  # a parametrization took one of them
             return None
         if (known := signature(x, scale, bias)) is None:
@@ -123,7 +124,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         if self.activation is None:
             y = run(x, packed, scale, zero_point, outer, bias, self.scheme)
         else:
-            y = run(x, packed, scale, zero_point, outer, bias, self.scheme, self.activation, self.input_scale)
+            y = run(x, packed, scale, zero_point, outer, bias, self.scheme, self.activation, input_scale)
         return own(y) if y._is_view() else y
 
     def __setattr__(self, name: str, value: Any) -> None:

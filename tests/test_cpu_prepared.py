@@ -47,6 +47,34 @@ def both(x: Tensor, parts: Parts, bias: Tensor | None, scheme: Scheme, digits: i
     return ops.prepared_linear(x, ready), ops.digits_linear(x, *arguments)
 
 
+@settings(max_examples=40)
+@given(
+    scheme=st.sampled_from(SCHEMES),
+    digits=st.integers(1, 3),
+    n=st.integers(1, 700),
+    k=st.sampled_from((96, 640, 4096)),
+    m=st.integers(1, 6),
+    threads=st.integers(2, 4),
+    data=st.data(),
+)
+def test_neighbours_change_no_bit(scheme: Scheme, digits: int, n: int, k: int, m: int, threads: int, data: st.DataObject) -> None:
+    """A number of y is of its own rows of x and the weight alone: not of what shares a tile, a turn or a call with them."""
+    first = data.draw(st.integers(0, n - 1))
+    past = data.draw(st.integers(first + 1, n))
+    packed, scale, zero, outer = weight(scheme, n, k)
+    x, before = torch.randn(m, k, generator=torch.Generator().manual_seed(m)), torch.get_num_threads()
+    multiply = torch.ops.lowbit_cpu.digits_linear
+    some = packed[first:past], scale[first:past], None if zero is None else zero[first:past], outer
+    try:
+        torch.set_num_threads(threads)
+        whole = multiply(x, packed, scale, zero, outer, None, *how(scheme, digits))
+        torch.set_num_threads(1)
+        rows = [multiply(row, *some, None, *how(scheme, digits)) for row in x]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(whole[:, first:past], torch.stack(rows))
+
+
 def layer_of(recipe: str, n: int = 24, k: int = 320, bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> QLinear:
     model = nn.Sequential(nn.Linear(k, n, bias=bias, dtype=dtype))
     quantize_(model, recipe)

@@ -89,13 +89,13 @@ inline __m512i in_quarters(const __m512i* of_row) {
   return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-// `count` steps of R rows of the weight times M rows of x, in D digits, added to total [M, R], or [M] where lanes come together
+// `count` steps of 4 Q rows of the weight times M rows of x, in D digits, added to total [M, 4 Q], or [M, Q] where lanes come together
 // in `quarters`. A call of its own for many slices, so that nothing but what a step needs is in registers.
-template <int bits, bool has_table, int D, int M, bool quarters, bool in_groups, bool has_zeros>
+template <int bits, bool has_table, int D, int M, int Q, bool quarters, bool in_groups, bool has_zeros>
 __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, const Steps<bits>& given, int64_t count,
                                           __m512* total) {
   using P = Planes<bits>;
-  constexpr int F = P::fields, S = quarters ? 1 : R;
+  constexpr int F = P::fields, R = 4 * Q, S = quarters ? Q : R;
   constexpr int64_t steps_of_slice = slice / (64 * F);
   const Bytes<bits, has_table> bytes_of = how;
   const uint8_t* at[P::count];
@@ -109,7 +109,7 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
   __m512 part[S][M];
   const auto step = [&]() __attribute__((always_inline)) {
     __m512i bytes[R][F];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) bytes_of.take(at, r * stride, bytes[r]);
 #pragma GCC unroll 8
     for (int line = 0; line < R * P::bytes_of_step / 64; line++)
@@ -126,7 +126,7 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
 #pragma GCC unroll 4
     for (int i = 0; i < M; i++) {
       __m512i sum[R];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_si512();
 #pragma GCC unroll 3
       for (int d = 0; d < D; d++) {
@@ -134,16 +134,24 @@ __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, con
         for (int f = 0; f < F; f++) {
           __m512i digit = _mm512_loadu_si512(digits + ((i * D + d) * F + f) * 64);
           asm("" : "+v"(digit));  // read once: a load takes as long as a product
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int r = 0; r < R; r++)
             sum[r] = _mm512_dpbusd_epi32(d && !f ? _mm512_slli_epi32(sum[r], 8) : sum[r], bytes[r][f], digit);
         }
       }
-      __m512i share = _mm512_loadu_si512(sums + i * lanes);
+      const __m512i share = _mm512_loadu_si512(sums + i * lanes);
       if constexpr (quarters) {
-        if constexpr (has_zeros) share = _mm512_mullo_epi32(_mm512_castps_si512(of_lane(zero)), share);
-        const __m512 all = _mm512_cvtepi32_ps(_mm512_add_epi32(in_quarters(sum), share));
-        part[0][i] = _mm512_fmadd_ps(all, of_lane(scale), part[0][i]);
+#pragma GCC unroll 2
+        for (int q = 0; q < Q; q++) {
+          const __m512i own = in_quarters(sum + 4 * q);
+          const auto with_zeros = [&] {
+            return _mm512_sub_epi32(own, _mm512_mullo_epi32(_mm512_castps_si512(of_lane(zero + q * 4 * room)), share));
+          };
+          __m512 all;
+          if constexpr (has_zeros) all = _mm512_cvtepi32_ps(with_zeros());
+          else all = _mm512_cvtepi32_ps(_mm512_add_epi32(own, share));
+          part[q][i] = _mm512_fmadd_ps(all, of_lane(scale + q * 4 * room), part[q][i]);
+        }
         continue;
       }
 #pragma GCC unroll 4
@@ -196,54 +204,60 @@ inline __m128 sums_of(const __m512* of) {
 }
 
 // Scales and zero points of the rows of a tile, for the groups of a chunk of columns.
+template <int R>
 struct Chunk {
-  alignas(64) float scale[R * room];
-  alignas(64) float zero[R * room];  // integers, where there are three digits or quarters
+  alignas(64) float scale[R * room];  // in quarters: of four rows, then of the next four
+  alignas(64) float zero[R * room];   // integers, where there are three digits or quarters
 };
 
-// Rows of the weight, R at a time, times all rows of x in D digits; what is left over is taken a row at a time, R times over.
-template <int bits, bool has_table, int D, bool quarters, bool in_groups>
+// Rows of the weight, R = 4 Q at a time, times all rows of x in D digits; what is left over is taken a row at a time, R times over.
+// More than four rows at a time are for one row of x, whose digits are read less often then.
+template <int bits, bool has_table, int D, int Q, bool quarters, bool in_groups>
 struct Rows {
   using P = Planes<bits>;
-  static constexpr int S = quarters ? 1 : R;  // registers of sums of a row of x
+  static constexpr int R = 4 * Q, S = quarters ? Q : R;  // S: registers of sums of a row of x
   static constexpr int64_t columns = 64 * P::fields, steps_of_slice = slice / columns;
   const Linear& a;
   const DigitsOfX& x;
-  const int64_t end;
+  const Turn& turn;
   const ByteScales of_byte;
   const Bytes<bits, has_table> bytes_of;
   const bool has_zeros;
   const float unit;
   const int64_t slices, whole, groups, steps_of_chunk;
   __m512i largest_zero = _mm512_setzero_si512();
-  Rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t end)
-      : a(a), x(x), end(end), of_byte(a.scale), bytes_of(how), has_zeros(a.zero_point.data),
+  Rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, const Turn& turn)
+      : a(a), x(x), turn(turn), of_byte(a.scale), bytes_of(how), has_zeros(a.zero_point.data),
         unit(a.has_outer ? how.unit * a.outer : how.unit), slices((a.k + slice - 1) / slice), whole(a.k / columns),
         groups((a.k + a.group - 1) / a.group),
         steps_of_chunk(std::max<int64_t>(most_groups * a.group / slice, 1) * steps_of_slice) {}
 
-  bool alone(int64_t row) const { return end - row < R; }
+  bool alone(int64_t row) const { return turn.end - row < R; }
 
   // The scales of the rows from `row` on for the steps from `from` on.
-  void take_chunk(int64_t row, int64_t from, Chunk& to) {
-    if (row >= end) return;
+  void take_chunk(int64_t row, int64_t from, Chunk<R>& to) {
+    if (row >= turn.end) return;
     const int64_t past = from + steps_of_chunk < x.steps ? (((from + steps_of_chunk) * columns) - 1) / a.group + 1 : groups;
     const int64_t first = x.first_group[from], count = past - first;
     if constexpr (quarters) {
       const int64_t apart = alone(row) ? 0 : 1;
-      take_scales_in_fours(a, of_byte, row, apart, first, count, unit, to.scale);
-      if (has_zeros) largest_zero = _mm512_max_epu32(largest_zero, take_zeros_in_fours(a, row, apart, first, count, to.zero));
+      for (int q = 0; q < Q; q++) {
+        const int64_t own = row + 4 * q * apart;
+        take_scales_in_fours(a, of_byte, own, apart, first, count, unit, to.scale + q * 4 * room);
+        if (!has_zeros) continue;
+        largest_zero = _mm512_max_epu8(largest_zero, take_zeros_in_fours(a, own, apart, first, count, to.zero + q * 4 * room));
+      }
       return;
     }
     for (int r = 0; r < R; r++) {
       const int64_t own = alone(row) ? row : row + r;
       take_scales(a, of_byte, own, first, count, unit, to.scale + r * room);
       if (!has_zeros) continue;
-      largest_zero = _mm512_max_epu32(largest_zero, take_zeros(a, own, first, count, D < 3, to.zero + r * room));
+      largest_zero = _mm512_max_epu8(largest_zero, take_zeros(a, own, first, count, D < 3, to.zero + r * room));
     }
   }
   // Steps s .. s + count - 1 of a tile, of which `steps` says where the weight is, times all rows of x.
-  void take(Steps<bits>& steps, int64_t s, int64_t count, const Chunk& of, int64_t first, __m512* total) const {
+  void take(Steps<bits>& steps, int64_t s, int64_t count, const Chunk<R>& of, int64_t first, __m512* total) const {
     if (count <= 0) return;
     steps.group = x.first_group + s, steps.of_lane = in_groups ? nullptr : x.group_of_lane + s * lanes;
     steps.m = a.m, steps.slices = slices, steps.first = first, steps.scale = of.scale, steps.zero = of.zero;
@@ -251,71 +265,84 @@ struct Rows {
       constexpr int M = decltype(rows)::value;
       steps.digits = x.digits + (s * a.m + m) * D * columns, steps.sums = x.sums + (s * a.m + m) * lanes;
       steps.of_slice = x.scale + m * slices + s / steps_of_slice;
-      if (has_zeros) take_steps<bits, has_table, D, M, quarters, in_groups, true>(bytes_of, steps, count, total + m * S);
-      else take_steps<bits, has_table, D, M, quarters, in_groups, false>(bytes_of, steps, count, total + m * S);
+      if (has_zeros) take_steps<bits, has_table, D, M, Q, quarters, in_groups, true>(bytes_of, steps, count, total + m * S);
+      else take_steps<bits, has_table, D, M, Q, quarters, in_groups, false>(bytes_of, steps, count, total + m * S);
     };
+    if constexpr (Q > 1) return some(0, std::integral_constant<int, 1>());
     int64_t m = 0;
     for (; m + 4 <= a.m; m += 4) some(m, std::integral_constant<int, 4>());
     if (m + 2 <= a.m) some(m, std::integral_constant<int, 2>()), m += 2;
     if (m < a.m) some(m, std::integral_constant<int, 1>());
   }
 
-  bool run(int64_t row) {
-    const std::unique_ptr<Chunk[]> chunks(new Chunk[2]);
-    __m512 total[most_rows_at_once * S];
+  bool run() {
+    const std::unique_ptr<Chunk<R>[]> chunks(new Chunk<R>[2]);
+    __m512 total[Q > 1 ? S : most_rows_at_once * S];
+    int64_t row = turn.begin;
     // Scales are taken one chunk ahead: what was only just stored is slow to read in other sizes.
     take_chunk(row, 0, chunks[0]);
-    for (int64_t turn = 0; row < end;) {
+    for (int64_t at = 0; row < turn.end;) {
       const bool one = alone(row);
       const int64_t next = row + (one ? 1 : R), stride = one ? 0 : a.packed_stride;
       const uint8_t* const packed = a.packed + row * a.packed_stride;
       const P planes(packed, a.k);
       for (int64_t i = 0; i < a.m * S; i++) total[i] = _mm512_setzero_ps();
-      for (int64_t from = 0; from < x.steps; from += steps_of_chunk, turn ^= 1) {
+      for (int64_t from = 0; from < x.steps; from += steps_of_chunk, at ^= 1) {
         const int64_t to = std::min(from + steps_of_chunk, x.steps), past = std::min(to, whole), first = x.first_group[from];
-        take_chunk(to < x.steps ? row : next, to < x.steps ? to : 0, chunks[turn ^ 1]);
+        take_chunk(to < x.steps ? row : next, to < x.steps ? to : 0, chunks[at ^ 1]);
         Steps<bits> steps;
         for (int p = 0; p < P::count; p++) steps.at[p] = planes.at[p] + from * P::bytes(p);
         steps.stride = stride;
         // Rows are short and several are read at once, which is more than a processor foresees: what lies two tiles further on,
         // in the order in which it lies, and for the second-level cache, since the first level is full of digits.
-        steps.ahead = reinterpret_cast<uintptr_t>(packed) + 2 * R * a.packed_stride + from * R * P::bytes_of_step;
+        const auto ahead = [&](int64_t rows) {
+          return reinterpret_cast<uintptr_t>(a.packed) + row_ahead(turn, row, rows) * a.packed_stride + from * R * P::bytes_of_step;
+        };
+        steps.ahead = ahead(2 * R);
         // A page that was not touched for long takes longer still: one byte of it, further ahead.
-        const uintptr_t further = reinterpret_cast<uintptr_t>(packed) + 4 * R * a.packed_stride;
-        for (int64_t at = from * R * P::bytes_of_step; at < to * R * P::bytes_of_step; at += 4096)
-          _mm_prefetch(reinterpret_cast<const char*>(further + at), _MM_HINT_T1);
-        fetch(a.scale, row, from, to, x.steps);
-        if (has_zeros) fetch(a.zero_point, row, from, to, x.steps);
-        take(steps, from, past - from, chunks[turn], first, total);
+        const uintptr_t further = ahead(4 * R);
+        for (int64_t byte = 0; byte < (to - from) * R * P::bytes_of_step; byte += 4096)
+          _mm_prefetch(reinterpret_cast<const char*>(further + byte), _MM_HINT_T1);
+        const int64_t there = row_ahead(turn, row, 2 * R);
+        fetch(a.scale, there, R, from, to, x.steps);
+        if (has_zeros) fetch(a.zero_point, there, R, from, to, x.steps);
+        take(steps, from, past - from, chunks[at], first, total);
         if (past == to) continue;
         LastStep<bits> last[R];
         for (int r = 0; r < R; r++) last[r].copy(P(packed + r * stride, a.k), whole, a.k);
         for (int p = 0; p < P::count; p++) steps.at[p] = last[0].bytes[p];
         steps.stride = sizeof last[0];
-        take(steps, whole, 1, chunks[turn], first, total);
+        take(steps, whole, 1, chunks[at], first, total);
       }
       for (int64_t m = 0; m < a.m; m++) {
-        const __m128 sums = quarters ? sums_of(total[m]) : sums_of(total + m * S);
-        if (one) _mm_store_ss(a.y + m * a.n + row, sums);
-        else _mm_storeu_ps(a.y + m * a.n + row, sums);
+        for (int q = 0; q < (one ? 1 : Q); q++) {
+          const __m128 sums = quarters ? sums_of(total[m * S + q]) : sums_of(total + m * S + 4 * q);
+          if (one) _mm_store_ss(a.y + m * a.n + row, sums);
+          else _mm_storeu_ps(a.y + m * a.n + row + 4 * q, sums);
+        }
       }
       row = next;
     }
-    return _mm512_cmpgt_epu32_mask(largest_zero, _mm512_set1_epi32((1 << bits) - 1)) == 0;
+    return _mm512_cmpgt_epu8_mask(largest_zero, every((1 << bits) - 1)) == 0;
   }
 };
 
 template <int bits, bool has_table>
-bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
+bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, const Turn& turn) {
   const auto with = [&](auto digits) {
     constexpr int D = decltype(digits)::value;
     if constexpr (D < 3) {
-      if (x.in_quarters && x.group_of_lane) return Rows<bits, has_table, D, true, false>(a, how, x, end).run(begin);
-      if (x.in_quarters) return Rows<bits, has_table, D, true, true>(a, how, x, end).run(begin);
+      if constexpr (bits == 4)
+        if (x.in_quarters && a.m == 1) {
+          if (x.group_of_lane) return Rows<bits, has_table, D, 2, true, false>(a, how, x, turn).run();
+          return Rows<bits, has_table, D, 2, true, true>(a, how, x, turn).run();
+        }
+      if (x.in_quarters && x.group_of_lane) return Rows<bits, has_table, D, 1, true, false>(a, how, x, turn).run();
+      if (x.in_quarters) return Rows<bits, has_table, D, 1, true, true>(a, how, x, turn).run();
     } else {
-      if (!x.group_of_lane) return Rows<bits, has_table, D, false, true>(a, how, x, end).run(begin);
+      if (!x.group_of_lane) return Rows<bits, has_table, D, 1, false, true>(a, how, x, turn).run();
     }
-    return Rows<bits, has_table, D, false, false>(a, how, x, end).run(begin);
+    return Rows<bits, has_table, D, 1, false, false>(a, how, x, turn).run();
   };
   if (x.count == 1) return with(std::integral_constant<int, 1>());
   if (x.count == 3) return with(std::integral_constant<int, 3>());
@@ -324,12 +351,12 @@ bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64
 
 }  // namespace
 
-bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
+bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, const Turn& turn) {
   const auto with = [&](auto bits) {
     constexpr int b = decltype(bits)::value;
     if constexpr (b <= 6)
-      if (how.table) return with_digits<b, true>(a, how, x, begin, end);
-    return with_digits<b, false>(a, how, x, begin, end);
+      if (how.table) return with_digits<b, true>(a, how, x, turn);
+    return with_digits<b, false>(a, how, x, turn);
   };
   switch (a.bits) {
     case 2: return with(std::integral_constant<int, 2>());

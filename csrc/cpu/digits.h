@@ -50,17 +50,17 @@ static inline bool takes_quarters(int bits, int digits, int64_t group, int64_t k
 }
 
 #if defined(__x86_64__)
-// take_digits: false where x holds infinity or NaN, which have no digits.
+// take_digits: of rows begin .. end - 1 of x; false where they hold infinity or NaN, which have no digits.
 // digits_linear: false where a zero point is no code, so that sums may not fit.
 namespace avx512 {
-bool take_digits(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfX&);
+bool take_digits(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfX&, int64_t begin, int64_t end);
 }  // namespace avx512
 namespace avx512vnni {
-bool digits_linear(const Linear&, const Bytewise&, const DigitsOfX&, int64_t begin, int64_t end);
+bool digits_linear(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
 }  // namespace avx512vnni
 namespace avx2 {
-bool take_digits(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfX&);
-bool digits_linear(const Linear&, const Bytewise&, const DigitsOfX&, int64_t begin, int64_t end);
+bool take_digits(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfX&, int64_t begin, int64_t end);
+bool digits_linear(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
 }  // namespace avx2
 #endif
 

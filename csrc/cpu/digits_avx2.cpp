@@ -50,6 +50,7 @@ __attribute__((always_inline)) inline __m256i lanes_of(const __m256i* bytes, con
   return sum;
 }
 
+constexpr int R = 4;  // rows of the weight in a tile: as many as leave the sums in registers
 constexpr int64_t room = most_groups + 16;  // scales of a row, and what may be written behind
 template <int bits>
 using Steps = cpu::Steps<Planes<bits>>;
@@ -176,19 +177,19 @@ struct Rows {
   static constexpr int together = in_groups && (D < 3 || Products<bits, largest>::pairs) ? 128 / columns : 1;  // of one group
   const Linear& a;
   const DigitsOfX& x;
-  const int64_t end;
+  const Turn& turn;
   const Codes<bits, tables> codes;
   const bool exponents, has_zeros, in_units;
   const float unit;
   const int64_t slices, whole, groups, steps_of_chunk;
   __m128i largest_zero = _mm_setzero_si128();
-  Rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t end)
-      : a(a), x(x), end(end), codes(how), exponents(a.scale.table && are_exponents(a.scale.table)), has_zeros(a.zero_point.data),
+  Rows(const Linear& a, const Bytewise& how, const DigitsOfX& x, const Turn& turn)
+      : a(a), x(x), turn(turn), codes(how), exponents(a.scale.table && are_exponents(a.scale.table)), has_zeros(a.zero_point.data),
         in_units(a.group >= a.k || a.group % (together * columns) == 0), unit(a.has_outer ? how.unit * a.outer : how.unit),
         slices((a.k + slice - 1) / slice), whole(a.k / columns), groups((a.k + a.group - 1) / a.group),
         steps_of_chunk(std::max<int64_t>(most_groups * a.group / slice, 1) * steps_of_slice) {}
 
-  bool alone(int64_t row) const { return end - row < R; }
+  bool alone(int64_t row) const { return turn.end - row < R; }
 
   // The scales of the rows from `row` on for the steps from .. to - 1.
   void take_chunk(int64_t row, int64_t from, int64_t to, Chunk& of) {
@@ -229,10 +230,10 @@ struct Rows {
     steps.ahead += count / U * U * R * P::bytes_of_step;
   }
 
-  bool run(int64_t row) {
+  bool run() {
     Chunk of;
     __m256 total[most_rows_at_once * S];
-    while (row < end) {
+    for (int64_t row = turn.begin; row < turn.end;) {
       const bool one = alone(row);
       const int64_t next = row + (one ? 1 : R), stride = one ? 0 : a.packed_stride;
       const uint8_t* const packed = a.packed + row * a.packed_stride;
@@ -242,11 +243,15 @@ struct Rows {
       // read at once, which is more than a processor foresees, and the first level is full of digits. A page that was not touched
       // for long takes longer still: one byte of it, further ahead.
       Steps<bits> steps;
-      steps.ahead = reinterpret_cast<uintptr_t>(packed) + 2 * R * a.packed_stride;
+      const auto ahead = [&](int64_t rows) {
+        return reinterpret_cast<uintptr_t>(a.packed) + row_ahead(turn, row, rows) * a.packed_stride;
+      };
+      steps.ahead = ahead(2 * R);
       for (int64_t byte = 0; byte < R * whole * P::bytes_of_step; byte += 4096)
-        _mm_prefetch(reinterpret_cast<const char*>(steps.ahead + 2 * R * a.packed_stride + byte), _MM_HINT_T1);
-      fetch(a.scale, row, 0, 1, 1);
-      if (has_zeros) fetch(a.zero_point, row, 0, 1, 1);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead(4 * R) + byte), _MM_HINT_T1);
+      const int64_t there = row_ahead(turn, row, 2 * R);
+      fetch(a.scale, there, R, 0, 1, 1);
+      if (has_zeros) fetch(a.zero_point, there, R, 0, 1, 1);
       for (int p = 0; p < P::count; p++) steps.at[p] = planes.at[p];
       steps.stride = stride, steps.m = a.m, steps.slices = slices, steps.scale = of.scale, steps.zero = of.zero;
       for (int64_t from = 0; from < x.steps; from += steps_of_chunk) {
@@ -277,16 +282,16 @@ struct Rows {
 };
 
 template <int bits, int tables, int largest>
-bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
+bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, const Turn& turn) {
   const auto with = [&](auto digits) {
     constexpr int D = decltype(digits)::value;
     if constexpr (D < 3) {
-      if (x.in_quarters && x.group_of_lane) return Rows<bits, tables, largest, D, true, false>(a, how, x, end).run(begin);
-      if (x.in_quarters) return Rows<bits, tables, largest, D, true, true>(a, how, x, end).run(begin);
+      if (x.in_quarters && x.group_of_lane) return Rows<bits, tables, largest, D, true, false>(a, how, x, turn).run();
+      if (x.in_quarters) return Rows<bits, tables, largest, D, true, true>(a, how, x, turn).run();
     } else {
-      if (!x.group_of_lane) return Rows<bits, tables, largest, D, false, true>(a, how, x, end).run(begin);
+      if (!x.group_of_lane) return Rows<bits, tables, largest, D, false, true>(a, how, x, turn).run();
     }
-    return Rows<bits, tables, largest, D, false, false>(a, how, x, end).run(begin);
+    return Rows<bits, tables, largest, D, false, false>(a, how, x, turn).run();
   };
   if (x.count == 1) return with(std::integral_constant<int, 1>());
   if (x.count == 3) return with(std::integral_constant<int, 3>());
@@ -295,7 +300,7 @@ bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64
 
 }  // namespace
 
-bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, int64_t begin, int64_t end) {
+bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, const Turn& turn) {
   const auto with = [&](auto bits) {
     constexpr int b = decltype(bits)::value;
     if constexpr (b <= 6)
@@ -303,14 +308,14 @@ bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, int
         bool small = b == 4;  // of fp4
         for (int code = 0; code < 16; code++) small = small && how.table[code] <= few;
         if constexpr (b == 4)
-          if (small) return with_digits<b, 1, few>(a, how, x, begin, end);
+          if (small) return with_digits<b, 1, few>(a, how, x, turn);
         bool mirrored = b == 6;  // of fp6
         for (int code = 0; code < 32; code++) mirrored = mirrored && how.table[code] + how.table[code + 32] == 2 * how.offset;
         if constexpr (b == 6)
-          if (mirrored) return with_digits<b, 2, 127>(a, how, x, begin, end);
-        return with_digits<b, b <= 4 ? 1 : 1 << (b - 4), 127>(a, how, x, begin, end);
+          if (mirrored) return with_digits<b, 2, 127>(a, how, x, turn);
+        return with_digits<b, b <= 4 ? 1 : 1 << (b - 4), 127>(a, how, x, turn);
       }
-    return with_digits<b, 0, (1 << b) - 1>(a, how, x, begin, end);
+    return with_digits<b, 0, (1 << b) - 1>(a, how, x, turn);
   };
   switch (a.bits) {
     case 2: return with(std::integral_constant<int, 2>());

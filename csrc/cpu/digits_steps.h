@@ -9,7 +9,6 @@
 namespace lowbit::cpu {
 namespace {
 
-constexpr int R = 4;                         // rows of the weight in a tile: as many as leave the sums in registers
 constexpr int64_t most_groups = chunk / 4;   // whose scales are taken at a time
 
 // Each pointer is at the first of the steps.
@@ -37,10 +36,16 @@ inline Pointer moved(Pointer from, int64_t by) {
   return from;
 }
 
-// For the second-level cache: the numbers of the tile behind the next one, the part of them that steps from .. to - 1 of all are of.
-inline void fetch(const Numbers& of, int64_t row, int64_t from, int64_t to, int64_t all) {
-  const int64_t size = of.stored == Stored::float32 ? 4 : of.stored == Stored::bytes ? 1 : 2, bytes = R * of.stride * size;
-  const uintptr_t at = reinterpret_cast<uintptr_t>(of.data) + row * of.stride * size + 2 * bytes;
+// The row that a thread multiplies so many rows behind this one.
+inline int64_t row_ahead(const Turn& turn, int64_t row, int64_t rows) {
+  const int64_t ahead = row + rows;
+  return ahead < turn.end ? ahead : turn.then + (ahead - turn.end);
+}
+
+// For the second-level cache: the numbers of so many rows, the part of them that steps from .. to - 1 of all are of.
+inline void fetch(const Numbers& of, int64_t row, int64_t rows, int64_t from, int64_t to, int64_t all) {
+  const int64_t size = of.stored == Stored::float32 ? 4 : of.stored == Stored::bytes ? 1 : 2, bytes = rows * of.stride * size;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(of.data) + row * of.stride * size;
   for (int64_t i = bytes * from / all; i < bytes * to / all; i += 64)
     _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
 }

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "digits.h"
+#include "ends.h"
 #include "floats.h"
 #include "linear.h"
 #include "panels.h"
@@ -17,8 +18,8 @@ namespace lowbit::cpu {
 // Kernels that take a weight a step at a time: digits, and floats where they are better than what the instruction set has.
 struct StepKernels {
   int lanes;
-  bool (*take_digits)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&);
-  bool (*digits)(const Linear&, const Bytewise&, const DigitsOfX&, int64_t, int64_t);
+  bool (*take_digits)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&, int64_t, int64_t);
+  bool (*digits)(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
   void (*take_floats)(const Linear&, const Numbers&, const FloatsOfX&);
   void (*floats)(const Linear&, const FloatsOfX&, int64_t, int64_t);
 };
@@ -30,6 +31,7 @@ struct InstructionSet {
   void (*arrange)(const Linear&, const Numbers&, float*);
   void (*linear)(const Linear&, int64_t, int64_t);
   void (*panel)(const Linear&, Stored, void*, int64_t, int64_t, int64_t);
+  void (*finish)(const Linear&, const Ends&, int64_t, int64_t);
   bool (*quantize)(const Quantize&, int64_t, int64_t);
 };
 
@@ -49,11 +51,11 @@ inline const InstructionSet& instruction_set(const char* asked = "") {
        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"),
        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") ? &wide : &narrow_digits,
-       avx512::arrange, avx512::linear, avx512::panel, avx512::quantize},
+       avx512::arrange, avx512::linear, avx512::panel, avx512::finish, avx512::quantize},
       {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), &narrow,
-       avx2::arrange, avx2::linear, avx2::panel, avx2::quantize},
+       avx2::arrange, avx2::linear, avx2::panel, avx2::finish, avx2::quantize},
 #endif
-      {"portable", true, nullptr, portable::arrange, portable::linear, portable::panel, portable::quantize},
+      {"portable", true, nullptr, portable::arrange, portable::linear, portable::panel, portable::finish, portable::quantize},
   };
   const char* variable = *asked ? nullptr : std::getenv("LOWBIT_CPU");
   const bool forced = variable && *variable;

@@ -58,6 +58,11 @@ struct Linear {
   float* y;               // [m, n]
 };
 
+// Rows of the weight that a thread takes, and the one that it goes on with: what it reads ahead.
+struct Turn {
+  int64_t begin, end, then;
+};
+
 // Codes before the group's first one that share a byte with it, and blocks that the group takes from that byte on.
 struct Span {
   int64_t first, lead, count, blocks;

@@ -104,14 +104,14 @@ void take_lowest(int32_t* left, int64_t count, Digit* to) {
 
 // F: fields of a step's digits; C: columns of a lane.
 template <int F, int C, int D, typename Digit>
-bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to) {
+bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to, int64_t begin, int64_t end) {
   constexpr int64_t columns = C * lanes, count_of_digits = sizeof(Digit) == 1 ? D : words_of(D);
   const int64_t slices = (a.k + slice - 1) / slice;
   Digit* const digits = reinterpret_cast<Digit*>(to.digits);
   alignas(64) float numbers[slice];
   alignas(64) int32_t integers[slice];
   alignas(64) Digit own[slice];
-  for (int64_t m = 0; m < a.m; m++) {
+  for (int64_t m = begin; m < end; m++) {
     float of_row = 0;  // with one digit
     if (D == 1) {
       int32_t largest = 0;
@@ -170,19 +170,19 @@ bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOf
 }
 
 template <int F, int C, typename Digit>
-bool take_any(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to) {
-  if (to.count == 1) return take<F, C, 1, Digit>(a, how, x, to);
-  return to.count == 3 ? take<F, C, 3, Digit>(a, how, x, to) : take<F, C, 2, Digit>(a, how, x, to);
+bool take_any(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to, int64_t begin, int64_t end) {
+  if (to.count == 1) return take<F, C, 1, Digit>(a, how, x, to, begin, end);
+  return to.count == 3 ? take<F, C, 3, Digit>(a, how, x, to, begin, end) : take<F, C, 2, Digit>(a, how, x, to, begin, end);
 }
 
 }  // namespace
 
-bool take_digits(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to) {
-  if (takes_words(a.bits, lanes)) return take_any<2, 4, int16_t>(a, how, x, to);
+bool take_digits(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to, int64_t begin, int64_t end) {
+  if (takes_words(a.bits, lanes)) return take_any<2, 4, int16_t>(a, how, x, to, begin, end);
   switch (fields_of(a.bits)) {
-    case 1: return take_any<1, 4, int8_t>(a, how, x, to);
-    case 2: return take_any<2, 8, int8_t>(a, how, x, to);
-    default: return take_any<4, 16, int8_t>(a, how, x, to);
+    case 1: return take_any<1, 4, int8_t>(a, how, x, to, begin, end);
+    case 2: return take_any<2, 8, int8_t>(a, how, x, to, begin, end);
+    default: return take_any<4, 16, int8_t>(a, how, x, to, begin, end);
   }
 }
 

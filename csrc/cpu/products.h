@@ -1,8 +1,6 @@
 // Products of rows of x and a weight that has been checked: by digits, in floats a step at a time, or in floats.
 #pragma once
 
-#include <torch/headeronly/util/BFloat16.h>
-
 #include "digits_plan.h"
 #include "raised.h"
 #include "tasks.h"
@@ -23,11 +21,24 @@ bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* gro
   const DigitsOfX of_x = {plan.count, given, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.in_quarters,
                           room.get(), reinterpret_cast<int32_t*>(room.get() + digits),
                           reinterpret_cast<float*>(room.get() + digits + sums)};
-  if (!plan.kernels->take_digits(a, how, x, of_x)) return false;
   std::atomic<bool> good{true};
-  in_turns(a, [&](int64_t begin, int64_t end) {
-    if (!plan.kernels->digits(a, how, of_x, begin, end)) good = false;
-    finish(begin, end);
+  const auto take = [&](int64_t begin, int64_t end) {
+    if (!plan.kernels->take_digits(a, how, x, of_x, begin, end)) good = false;
+  };
+  // What is multiplied first is on its way while x becomes digits.
+  constexpr int64_t early = 16 << 10;
+  for (int64_t at = 0; at < std::min(early, a.n * a.packed_stride); at += line) __builtin_prefetch(a.packed + at, 0, 2);
+  // To wake other threads takes as long as some thousand numbers of x.
+  constexpr int64_t numbers = 1 << 13;
+  if (a.m * a.k < 2 * numbers)
+    take(0, a.m);
+  else
+    torch::stable::parallel_for(0, a.m, numbers / a.k + 1, take);
+  if (!good) return false;
+  constexpr int64_t weights = 1 << 16, last = 16;
+  in_turns(a, weights, last, [&](const Turn& turn) {
+    if (!plan.kernels->digits(a, how, of_x, turn)) good = false;
+    finish(turn.begin, turn.end);
   });
   return good;
 }
@@ -46,9 +57,9 @@ bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
   const auto numbers = lines_of<float>(steps * a.m * columns);
   const FloatsOfX of_x = {steps, groups.get(), numbers.get()};
   kernels->take_floats(a, x, of_x);
-  in_turns(a, [&](int64_t begin, int64_t end) {
-    kernels->floats(a, of_x, begin, end);
-    finish(begin, end);
+  in_turns(a, 1 << 18, 0, [&](const Turn& turn) {
+    kernels->floats(a, of_x, turn.begin, turn.end);
+    finish(turn.begin, turn.end);
   });
   return true;
 }
@@ -67,23 +78,6 @@ void multiply_floats(Linear& a, const Numbers& x, int64_t groups, const Instruct
   });
 }
 
-// Rounded to nearest even; what a float cannot be rounded to becomes infinity, NaN stays NaN.
-template <typename T>
-void finish_rows(const Linear& a, const Numbers* bias, const float* back, T* out, int64_t begin, int64_t end) {
-  const float* sums = a.y;
-  for (int64_t m = 0; m < a.m; m++)
-    for (int64_t n = begin; n < end; n++) {
-      float sum = sums[m * a.n + n] * (back ? back[m] : 1.0f);
-      if (bias) {
-        const uint16_t* halves = static_cast<const uint16_t*>(bias->data);
-        sum += bias->stored == Stored::float32    ? static_cast<const float*>(bias->data)[n]
-               : bias->stored == Stored::bfloat16 ? lowbit::bfloat16_to_float(halves[n])
-                                                  : lowbit::half_to_float(halves[n]);
-      }
-      out[m * a.n + n] = static_cast<T>(sum);
-    }
-}
-
 // What a product adds and how it goes: by digits where there is a plan of them.
 struct How {
   const Numbers* bias = nullptr;
@@ -99,28 +93,23 @@ inline void multiply(Linear& a, int64_t groups, const Tensor& x, const Tensor& y
   x_numbers.stride = a.k;
   const std::unique_ptr<float[]> sums(new float[std::min(a.m, most_rows_at_once) * a.n]);
   a.y = sums.get();
-  char* out = static_cast<char*>(y.mutable_data_ptr());
-  const Stored type = x_numbers.stored;
-  const int64_t bytes = type == Stored::float32 ? 4 : 2;
-  const float* back = nullptr;
-  const auto finish = [&](int64_t begin, int64_t end) {
-    if (type == Stored::bfloat16) return finish_rows(a, how.bias, back, reinterpret_cast<c10::BFloat16*>(out), begin, end);
-    if (type == Stored::float16) return finish_rows(a, how.bias, back, reinterpret_cast<c10::Half*>(out), begin, end);
-    return finish_rows(a, how.bias, back, reinterpret_cast<float*>(out), begin, end);
-  };
+  Ends ends = {how.bias, nullptr, y.mutable_data_ptr(), x_numbers.stored};
+  const int64_t bytes = ends.type == Stored::float32 ? 4 : 2;
+  const InstructionSet& set = instruction_set(how.instructions);
+  const auto finish = [&](int64_t begin, int64_t end) { set.finish(a, ends, begin, end); };
   // Some rows of x at a time.
   const auto in_parts = [&](int64_t most, const auto& multiply) {
     const int64_t rows = a.m;
-    char* const first = out;
+    char* const first = static_cast<char*>(ends.y);
     bool good = true;
     for (int64_t m = 0; m < rows && good; m += most) {
       a.m = std::min(rows - m, most);
-      out = first + m * a.n * bytes;
+      ends.y = first + m * a.n * bytes;
       Numbers some = x_numbers;
       some.data = static_cast<const char*>(x_numbers.data) + m * a.k * bytes;
       good = multiply(some);
     }
-    a.m = rows, out = first;
+    a.m = rows, ends.y = first;
     return good;
   };
   const auto by_digits = [&](const Numbers& some) { return multiply_digits(a, *how.plan, how.groups, some, how.given, finish); };
@@ -129,8 +118,7 @@ inline void multiply(Linear& a, int64_t groups, const Tensor& x, const Tensor& y
   in_parts(most_rows, [&](Numbers some) {
     const Raised raised(some, a.m, a.k);
     if (raised.numbers) some.data = raised.numbers.get(), some.stored = Stored::float32;
-    back = raised.back;
-    const InstructionSet& set = instruction_set(how.instructions);
+    ends.back = raised.back;
     if (&set != &instruction_set() || !multiply_steps(a, some, finish)) multiply_floats(a, some, groups, set, finish);
     return true;
   });

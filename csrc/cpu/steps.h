@@ -89,48 +89,61 @@ inline void take_scales(const Linear& a, const ByteScales& of_byte, int64_t row,
   fill(count, to, [&](int64_t i, __mmask16 mask) { return _mm512_mul_ps(numbers_at(a.scale, at + i, mask), times); });
 }
 
-// The largest of the zero points.
+// Bytes among which the largest of the zero points is.
 inline __m512i take_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
   __m512i most = _mm512_setzero_si512();
   const uint8_t* bytes = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
   fill(count, to, [&](int64_t i, __mmask16 mask) {
     const __m512i zeros = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, bytes + i));
-    most = _mm512_max_epu32(most, zeros);
+    most = _mm512_max_epu8(most, zeros);
     const __m512i less = _mm512_sub_epi32(_mm512_setzero_si512(), zeros);
     return as_floats ? _mm512_cvtepi32_ps(less) : _mm512_castsi512_ps(less);
   });
   return most;
 }
 
-// Where the numbers of four rows, sixteen of each behind each other, lie among those of sixteen groups, four of each.
-template <typename Place>
+// Where the numbers of four rows, sixteen of each behind each other, lie among those of sixteen groups, four of each; `apart`
+// places for each number.
+template <typename Place, int apart>
 struct Fours {
-  alignas(64) Place of[64];
+  alignas(64) Place of[64 * apart];
   constexpr Fours() : of() {
-    for (int i = 0; i < 64; i++) of[i] = static_cast<Place>(i % 4 * 16 + i / 4);
+    for (int i = 0; i < 64 * apart; i++) of[i] = static_cast<Place>(i / apart % 4 * 16 + i / apart / 4);
   }
 };
 
-// The same of bytes, `next` bytes from row to row.
-inline __m512i fours_of_bytes(const uint8_t* p, int64_t next, __mmask16 mask) {
-  static constexpr Fours<uint8_t> place;
+// Bytes of four rows behind each other, `next` bytes from row to row.
+inline __m512i rows_of_bytes(const uint8_t* p, int64_t next, __mmask16 mask) {
   __m512i rows = _mm512_zextsi128_si512(_mm_maskz_loadu_epi8(mask, p));
   rows = _mm512_inserti64x2(rows, _mm_maskz_loadu_epi8(mask, p + next), 1);
   rows = _mm512_inserti64x2(rows, _mm_maskz_loadu_epi8(mask, p + 2 * next), 2);
-  rows = _mm512_inserti64x2(rows, _mm_maskz_loadu_epi8(mask, p + 3 * next), 3);
+  return _mm512_inserti64x2(rows, _mm_maskz_loadu_epi8(mask, p + 3 * next), 3);
+}
+
+// Those in fours.
+inline __m512i fours_of_bytes(__m512i rows) {
+  static constexpr Fours<uint8_t, 1> place;
   return _mm512_permutexvar_epi8(_mm512_load_si512(place.of), rows);
 }
 
-// The same of 16 bits, `next` numbers from row to row: eight groups, and the eight behind them.
-inline void fours_of_halves(const uint16_t* p, int64_t next, __mmask16 mask, __m512i* to) {
-  static constexpr Fours<uint16_t> place;
+// The same as integers of 32 bits, four groups in a register.
+inline void fours_of_integers(__m512i rows, __m512i* to) {
+  static constexpr Fours<uint8_t, 4> place;
+  constexpr __mmask64 lowest = 0x1111111111111111;
+  for (int f = 0; f < 4; f++) to[f] = _mm512_maskz_permutexvar_epi8(lowest, _mm512_load_si512(place.of + 64 * f), rows);
+}
+
+// Floats whose upper halves lie `next` numbers from row to row, the lower ones 0; four groups in a register.
+inline void fours_of_halves(const uint16_t* p, int64_t next, __mmask16 mask, __m512* to) {
+  static constexpr Fours<uint16_t, 2> place;
+  constexpr __mmask32 upper = 0xaaaaaaaa;
   const auto rows = [&](int64_t r) {
     const __m512i first = _mm512_zextsi256_si512(_mm256_maskz_loadu_epi16(mask, p + r * next));
     return _mm512_inserti64x4(first, _mm256_maskz_loadu_epi16(mask, p + (r + 1) * next), 1);
   };
-  const __m512i upper = rows(0), lower = rows(2);
-  to[0] = _mm512_permutex2var_epi16(upper, _mm512_load_si512(place.of), lower);
-  to[1] = _mm512_permutex2var_epi16(upper, _mm512_load_si512(place.of + 32), lower);
+  const __m512i first = rows(0), last = rows(2);
+  for (int f = 0; f < 4; f++)
+    to[f] = _mm512_castsi512_ps(_mm512_maskz_permutex2var_epi16(upper, first, _mm512_load_si512(place.of + 32 * f), last));
 }
 
 // The same of floats, a register of each row.
@@ -165,13 +178,9 @@ inline void take_scales_in_fours(const Linear& a, const ByteScales& of_byte, int
     const __mmask16 mask = first_of(count - i);
     __m512 found[4];
     if (a.scale.stored == Stored::bfloat16) {
-      __m512i halves[2];
-      fours_of_halves(static_cast<const uint16_t*>(a.scale.data) + at, stride, mask, halves);
-      const auto wide = [](__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); };
-      for (int h = 0; h < 2; h++)
-        found[2 * h] = wide(_mm512_castsi512_si256(halves[h])), found[2 * h + 1] = wide(_mm512_extracti64x4_epi64(halves[h], 1));
+      fours_of_halves(static_cast<const uint16_t*>(a.scale.data) + at, stride, mask, found);
     } else if (a.scale.stored == Stored::bytes && a.scale.table && of_byte.short_numbers) {
-      const __m512i bytes = fours_of_bytes(static_cast<const uint8_t*>(a.scale.data) + at, stride, mask);
+      const __m512i bytes = fours_of_bytes(rows_of_bytes(static_cast<const uint8_t*>(a.scale.data) + at, stride, mask));
       of_byte(_mm512_castsi512_si256(bytes), found[0], found[1]);
       of_byte(_mm512_extracti64x4_epi64(bytes, 1), found[2], found[3]);
     } else {
@@ -183,20 +192,17 @@ inline void take_scales_in_fours(const Linear& a, const ByteScales& of_byte, int
   }
 }
 
-// The same of zero points with a minus, as integers; the largest of them.
+// The same of zero points, as integers; bytes among which the largest of them is.
 inline __m512i take_zeros_in_fours(const Linear& a, int64_t row, int64_t next, int64_t first, int64_t count, float* to) {
   __m512i most = _mm512_setzero_si512();
   const int64_t stride = a.zero_point.stride;
   const uint8_t* bytes = static_cast<const uint8_t*>(a.zero_point.data) + row * stride + first;
-  const auto put = [&](int64_t group, __m128i four_groups) {
-    const __m512i zeros = _mm512_cvtepu8_epi32(four_groups);
-    most = _mm512_max_epu32(most, zeros);
-    _mm512_storeu_si512(to + 4 * group, _mm512_sub_epi32(_mm512_setzero_si512(), zeros));
-  };
-  for (int64_t i = 0; i < count; i += 16) {
-    const __m512i fours = fours_of_bytes(bytes + i, next * stride, first_of(count - i));
-    put(i, _mm512_castsi512_si128(fours)), put(i + 4, _mm512_extracti64x2_epi64(fours, 1));
-    put(i + 8, _mm512_extracti64x2_epi64(fours, 2)), put(i + 12, _mm512_extracti64x2_epi64(fours, 3));
+  for (int64_t i = 0; i < count; i += 16, to += 64) {
+    const __m512i rows = rows_of_bytes(bytes + i, next * stride, first_of(count - i));
+    most = _mm512_max_epu8(most, rows);
+    __m512i zeros[4];
+    fours_of_integers(rows, zeros);
+    for (int f = 0; f < 4; f++) _mm512_storeu_si512(to + 16 * f, zeros[f]);
   }
   return most;
 }

@@ -23,20 +23,31 @@ void in_tasks(const Linear& a, const Multiply& multiply) {
   });
 }
 
-// The same in turns: a thread takes part of what is left, less each time, so that one which is held up by others holds up none.
+// The same in turns of `weights` and more: a thread takes part of what is left, less each time, so that one which is held up by
+// others holds up none. It takes its next turn before it multiplies the `last` rows of one, which are a call of their own, so
+// that what they read ahead is what it goes on with.
 template <typename Multiply>
-void in_turns(const Linear& a, const Multiply& multiply) {
-  constexpr int64_t rows = 32, weights = 1 << 18;
-  const int64_t tasks = (a.n + rows - 1) / rows, least = weights / (rows * (a.k > 0 ? a.k : 1)) + 1;
+void in_turns(const Linear& a, int64_t weights, int64_t last, const Multiply& multiply) {
+  constexpr int64_t rows = 32, of_thread = 1 << 17;
+  const int64_t tasks = (a.n + rows - 1) / rows, of_task = rows * (a.k > 0 ? a.k : 1), least = weights / of_task + 1;
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, tasks, (least + 1) / 2, [&](int64_t begin, int64_t end) {
-    for (int64_t at = next.load();;) {
-      if (at >= tasks) return;
-      const int64_t half_share = (tasks - at) * (end - begin) / (2 * tasks);
-      const int64_t past = std::min(at + std::max(half_share, least), tasks);
-      if (!next.compare_exchange_weak(at, past)) continue;
-      multiply(at * rows, std::min(past * rows, a.n));
-      at = next.load();
+  torch::stable::parallel_for(0, tasks, of_thread / of_task + 1, [&](int64_t begin, int64_t end) {
+    const auto take = [&](Turn& turn) {
+      for (int64_t at = next.load();;) {
+        if (at >= tasks) return false;
+        const int64_t half_share = (tasks - at) * (end - begin) / (2 * tasks);
+        const int64_t past = std::min(at + std::max(half_share, least), tasks);
+        if (!next.compare_exchange_weak(at, past)) continue;
+        turn = {at * rows, std::min(past * rows, a.n), 0};
+        return true;
+      }
+    };
+    Turn turn, following;
+    for (bool more = take(turn); more; turn = following) {
+      const int64_t from = std::max(turn.begin, turn.end - last);
+      if (turn.begin < from) multiply(Turn{turn.begin, from, from});
+      more = take(following);
+      if (from < turn.end) multiply(Turn{from, turn.end, more ? following.begin : turn.end});
     }
   });
 }

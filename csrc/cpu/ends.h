@@ -1,0 +1,28 @@
+// What a product does with its sums, row by row of the weight: what the bindings hand to the kernels. See ends.cpp.
+#pragma once
+
+#include "linear.h"
+
+namespace lowbit::cpu {
+
+struct Ends {
+  const Numbers* bias;  // [n], or none
+  const float* back;    // [m] what the sums of a row of x are multiplied by, or none
+  void* y;              // [m, n]
+  Stored type;          // of y
+};
+
+// Sums a.y [m, n] of rows begin .. end - 1 of the weight into y. Rounded to nearest even; what y's type cannot hold becomes
+// infinity, NaN stays NaN.
+#define LOWBIT_DECLARE(set)                                             \
+  namespace set {                                                       \
+  void finish(const Linear&, const Ends&, int64_t begin, int64_t end);  \
+  }
+LOWBIT_DECLARE(portable)
+#if defined(__x86_64__)
+LOWBIT_DECLARE(avx2)
+LOWBIT_DECLARE(avx512)
+#endif
+#undef LOWBIT_DECLARE
+
+}  // namespace lowbit::cpu
