@@ -6,10 +6,12 @@
 #include "panels.h"
 
 #include <cmath>
+#include <memory>
 #include <type_traits>
 
 #include "codes.h"
 #include "numbers.h"
+#include "powers.h"
 #include "shifted.h"
 #include "vectors.h"
 
@@ -27,8 +29,6 @@ inline Element<type> rounded(float number) {
 }
 
 #if defined(__AVX512BW__)
-constexpr Words upper_halves = words([](int i) { return 2 * i + 1; });  // of the words of two registers
-
 // Thirty-two numbers as 16-bit ones. A NaN has lower bits of 0: see `rows_with`.
 template <Stored type>
 inline __m512i halves_of(Floats a, Floats b) {
@@ -88,8 +88,11 @@ struct InOrder {
   const Linear& a;
   Halves<bits> halves;
   int sign;
+  const bool has_zeros;
   Floats zero[2] = {}, scale[2] = {}, unit;
-  explicit InOrder(const Linear& a) : a(a), halves(a.halves ? a.halves : nothing()), sign(a.is_signed ? 1 << (bits - 1) : 0), unit(broadcast(a.unit)) {}
+  explicit InOrder(const Linear& a)
+      : a(a), halves(a.halves ? a.halves : nothing()), sign(a.is_signed ? 1 << (bits - 1) : 0), has_zeros(a.zero_point.data),
+        unit(broadcast(a.unit)) {}
   static const uint16_t* nothing() {
     static const uint16_t zeros[256] = {};
     return zeros;
@@ -120,7 +123,8 @@ struct InOrder {
         w0 = look_up(bytes, a.values), w1 = look_up(bytes + 16, a.values);
       }
     }
-    put<type>(to, times(subtract(w0, zero[0]), scale[0]), times(subtract(w1, zero[1]), scale[1]));
+    if (has_zeros) w0 = subtract(w0, zero[0]), w1 = subtract(w1, zero[1]);
+    put<type>(to, times(w0, scale[0]), times(w1, scale[1]));
   }
 };
 
@@ -131,15 +135,16 @@ struct ByTable {
   static constexpr int vectors = bits <= 4 ? 1 : 1 << (bits - 4);
   static constexpr bool takes_halves = bits <= 4;
   const Linear& a;
+  const bool has_zeros;
   Floats values[vectors], first_half = {};
   __m512i table[(vectors + 1) / 2];
-  explicit ByTable(const Linear& a) : a(a) {
+  explicit ByTable(const Linear& a) : a(a), has_zeros(a.zero_point.data) {
     for (int i = 0; i < vectors; i++)
       values[i].v = _mm512_maskz_loadu_ps(static_cast<__mmask16>(bits < 4 ? (1 << (1 << bits)) - 1 : -1), a.values + 16 * i);
   }
   void group(float z, float s) {
     const Floats zero = broadcast(z), scale = broadcast(s);
-    const auto at = [&](int i) { return times(subtract(values[i], zero), scale); };
+    const auto at = [&](int i) { return times(has_zeros ? subtract(values[i], zero) : values[i], scale); };
     if constexpr (vectors == 1) {
       table[0] = halves_of<type>(at(0), at(0));
     } else {
@@ -147,7 +152,7 @@ struct ByTable {
     }
   }
   void half(int i, float z, float s) {
-    const Floats numbers = times(subtract(values[0], broadcast(z)), broadcast(s));
+    const Floats numbers = times(has_zeros ? subtract(values[0], broadcast(z)) : values[0], broadcast(s));
     if (i == 0) first_half = numbers;
     else table[0] = halves_of<type>(first_half, numbers);
   }
@@ -167,130 +172,43 @@ struct ByTable {
 };
 #endif
 
-#if defined(__AVX512BW__)
-// Whether scales are powers of two, with nothing beside them, of groups that are taken at a time.
-inline bool has_powers(const Linear& a) {
-  if (a.scale.stored != Stored::bytes || !a.scale.table || a.has_outer || a.zero_point.data || a.group % codes_at_a_time) return false;
-  for (int i = 0; i < 255; i++) {  // the last one is NaN
-    const uint32_t power = i ? static_cast<uint32_t>(i) << 23 : 1u << 22;
-    if (memcmp(a.scale.table + i, &power, 4) != 0) return false;
+// The scales of a row; one that is NaN has lower bits of 0.
+inline void take_scales(const Linear& a, int64_t row, int64_t groups, float* to) {
+  const int64_t first = row * a.scale.stride;
+  const auto take = [&](const auto& number) {
+    for (int64_t g = 0; g < groups; g++) to[g] = number(first + g);
+  };
+  if (a.scale.stored == Stored::bfloat16) {
+    take([of = static_cast<const uint16_t*>(a.scale.data)](int64_t i) { return bfloat16_to_float(of[i]); });
+  } else if (a.scale.stored == Stored::bytes && a.scale.table) {
+    take([of = static_cast<const uint8_t*>(a.scale.data), table = a.scale.table](int64_t i) { return table[of[i]]; });
+  } else {
+    take([&](int64_t i) { return number_at(a.scale, i); });
   }
-  return true;
+  if (a.has_outer)
+    for (int64_t g = 0; g < groups; g++) to[g] *= a.outer;
+  for (int64_t g = 0; g < groups; g++) to[g] = to[g] == to[g] ? to[g] : NAN;
 }
-
-// Exponents of the numbers of a format, as fp32 has them.
-struct Exponents {
-  int least = 255, most = 0;
-  // Whether a scale leaves every number a normal one.
-  bool takes(uint8_t scale) const { return scale != 255 && least + scale > 127 && most + scale < 127 + 255; }
-};
-
-// Such scales and integers of eight bits, as bfloat16, which has as many: nothing is rounded.
-struct IntegersByExponent : Exponents {
-  const Linear& a;
-  explicit IntegersByExponent(const Linear& a) : a(a) {
-    uint32_t unit;
-    memcpy(&unit, &a.unit, 4);
-    least = static_cast<int>(unit >> 23), most = least + 7;
-  }
-  void group(const uint8_t* packed, int64_t, uint8_t scale, int64_t first, int64_t past, uint16_t* to) const {
-    const Floats by = broadcast(a.scale.table[scale] * a.unit);
-    const __m512i upper = load(upper_halves);
-    for (; first < past; first += codes_at_a_time) {
-      const Floats w0 = times(signed_bytes(packed + first), by), w1 = times(signed_bytes(packed + first + 16), by);
-      _mm512_storeu_si512(to + first, _mm512_permutex2var_epi16(_mm512_castps_si512(w0.v), upper, _mm512_castps_si512(w1.v)));
-    }
-  }
-};
-
-// Such scales and numbers of bfloat16: the number of each code comes out of a table, and the scale is added to its exponent, which
-// rounds nothing. Eight bits look up a magnitude and take their sign from the code.
-template <int bits>
-struct ByExponent : Exponents {
-  static constexpr int numbers = bits == 8 ? 128 : 1 << bits, vectors = numbers <= 32 ? 1 : numbers / 32;
-  __m512i table[vectors];
-  bool good = false;
-  explicit ByExponent(const Linear& a) {
-    alignas(64) uint16_t halves[vectors * 32] = {};
-    for (int code = 0; code < 1 << bits; code++) {
-      uint32_t number;
-      memcpy(&number, a.values + code, 4);
-      if (code >= numbers) {
-        if (number != (static_cast<uint32_t>(halves[code - numbers]) << 16 | 0x80000000u) && a.values[code] == a.values[code]) return;
-        continue;
-      }
-      const int exponent = static_cast<int>(number >> 23 & 255);
-      if (a.values[code] != a.values[code]) number = 0x7fc00000;
-      else if ((number & 0xffff) || exponent == 255 || (exponent == 0 && number << 1)) return;
-      else if (exponent) least = exponent < least ? exponent : least, most = exponent > most ? exponent : most;
-      halves[code] = static_cast<uint16_t>(number >> 16);
-    }
-    for (int i = 0; i < vectors; i++) table[i] = _mm512_load_si512(halves + 32 * i);
-    good = true;
-  }
-  __m512i found(__m512i index) const {
-    if constexpr (vectors == 1) {
-      return _mm512_permutexvar_epi16(index, table[0]);
-    } else if constexpr (vectors == 2) {
-      return _mm512_permutex2var_epi16(table[0], index, table[1]);
-    } else {
-      const __mmask32 high = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
-      return _mm512_mask_mov_epi16(_mm512_permutex2var_epi16(table[0], index, table[1]), high,
-                                   _mm512_permutex2var_epi16(table[2], index, table[3]));
-    }
-  }
-  void group(const uint8_t* packed, int64_t k, uint8_t scale, int64_t first, int64_t past, uint16_t* to) const {
-    const __m512i up = _mm512_set1_epi16(static_cast<int16_t>((scale - 127) * 128)), one = _mm512_set1_epi16(1);
-    for (; first < past; first += codes_at_a_time) {
-      const __m512i codes = code_words<bits>(packed, k, first);
-      __m512i half = found(codes);
-      const __m512i magnitude = _mm512_and_si512(half, _mm512_set1_epi16(0x7fff));  // neither 0 nor NaN has an exponent
-      const __mmask32 finite = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, one), _mm512_set1_epi16(0x7f7f));
-      half = _mm512_mask_add_epi16(half, finite, half, up);
-      if constexpr (bits == 8) half = _mm512_or_si512(half, _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(128)), 8));
-      _mm512_storeu_si512(to + first, half);
-    }
-  }
-};
-
-template <int bits, class Powers>
-void rows_of_powers(const Linear& a, const Powers& powers, uint16_t* out, int64_t stride, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; row++, out += stride) {
-    const uint8_t* packed = a.packed + row * a.packed_stride;
-    const uint8_t* scales = static_cast<const uint8_t*>(a.scale.data) + row * a.scale.stride;
-    for (int64_t first = 0; first < a.k; first += a.group, scales++) {
-      const int64_t past = first + a.group < a.k ? first + a.group : a.k;
-      int64_t at = first;
-      if (powers.takes(*scales)) {
-        at = first + (past - first) / codes_at_a_time * codes_at_a_time;
-        powers.group(packed, a.k, *scales, first, at, out);
-      }
-      for (; at < past; at++) out[at] = rounded<Stored::bfloat16>(a.values[code_at<bits>(packed, a.k, at)] * a.scale.table[*scales]);
-    }
-  }
-}
-#endif
 
 template <int bits, Stored type, class Decode>
 void rows_with(const Linear& a, Element<type>* out, int64_t stride, int64_t begin, int64_t end) {
   Decode decode(a);
+  const int64_t groups = (a.k + a.group - 1) / a.group;
+  const std::unique_ptr<float[]> scales(new float[groups]);
   for (int64_t row = begin; row < end; row++) {
     const uint8_t* packed = a.packed + row * a.packed_stride;
     Element<type>* to = out + (row - begin) * stride;
-    const auto scale_at = [&](int64_t g) {
-      const float found = scale_of(a, row, g);
-      return found == found ? found : NAN;  // whose lower bits are 0
-    };
+    take_scales(a, row, groups, scales.get());
     int64_t g = 0, first = 0;
     if constexpr (Decode::takes_halves)
       if (2 * a.group == codes_at_a_time)
         for (; first + codes_at_a_time <= a.k; first += codes_at_a_time, g += 2) {
-          for (int i = 0; i < 2; i++) decode.half(i, zero_of(a, row, g + i), scale_at(g + i));
+          for (int i = 0; i < 2; i++) decode.half(i, zero_of(a, row, g + i), scales[g + i]);
           decode.of_halves(packed, first, to + first);
         }
     for (; first < a.k; g++) {
       const int64_t past = first + a.group < a.k ? first + a.group : a.k;
-      const float zero = zero_of(a, row, g), scale = scale_at(g);
+      const float zero = zero_of(a, row, g), scale = scales[g];
       if (first % byte_aligned_codes(bits) == 0) {
         decode.group(zero, scale);
         for (; first + codes_at_a_time <= past; first += codes_at_a_time) decode(packed, first, to + first);
