@@ -120,23 +120,25 @@ def _are_small_integers(fmt: Format) -> bool:
     return scaled in ([(c ^ half) - half for c in range(2 * half)], list(range(2 * half)))
 
 
-def _quicker(dots: int, slowly: int, floats: dict[str, int]) -> Callable[[Call], str | None]:
-    """The row for more rows of x than are quicker with one of this file: for ``dots`` rows of bfloat16 and more where the
-    processor has dot products of it, or ``slowly`` where weights take long to become numbers of 16 bits; for more of float32
-    than ``floats`` says of the instruction set."""
+def _quicker(dots: Callable[[int], int], floats: dict[str, int]) -> Callable[[Call], str | None]:
+    """The row for more rows of x than are quicker with one of this file: for ``dots(bits)`` rows of bfloat16 and more where the
+    processor has dot products of it; for more of float32 than ``floats`` says of the instruction set."""
 
     def row(call: Call) -> str | None:
         instructions = torch.ops.lowbit_cpu.instructions()
         if call.dtype == torch.bfloat16 and torch.ops.lowbit_cpu.has_dots():
-            bits = call.scheme.bits
-            in_planes = bits & (bits - 1) and bits > 4
-            least = slowly if in_planes or (bits == 8 and call.scheme.scale not in PLAIN_SCALES) else dots
-            return "cpu_dots" if call.m >= least else None
+            return "cpu_dots" if call.m >= dots(call.scheme.bits) else None
         if call.m > (floats[instructions] if call.dtype == torch.float32 or instructions == "portable" else _ROWS):
             return "cpu_panels"
         return None
 
     return row
+
+
+def _dots_beside_digits(bits: int) -> int:
+    """Rows of bfloat16 from which dot products of it take less time than digits: the more, the longer codes take to become
+    numbers of 16 bits beside products."""
+    return {8: 12, 4: 16}.get(bits, 22)
 
 
 _OF_DIGITS = Kernel(
@@ -148,7 +150,7 @@ _OF_DIGITS = Kernel(
     zero_points=frozenset({"none", "int"}),
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     m=(1, _ROWS),
-    quicker=_quicker(11, 17, {"avx512": 64, "avx2": 32}),
+    quicker=_quicker(_dots_beside_digits, {"avx512": 64, "avx2": 32}),
     formats=frozenset(name for name, fmt in FORMATS.items() if _are_small_integers(fmt)),
     groups=lambda size: None if size == -1 or size % 16 == 0 else "takes multiples of 16, or the whole row",
     tiles=((4, 4, 128), (2, 8, 256)),
@@ -213,7 +215,7 @@ register(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         m=(1, _ROWS),
-        quicker=_quicker(5, 5, {"avx512": 32, "avx2": 24, "portable": 8}),
+        quicker=_quicker(lambda bits: 3, {"avx512": 32, "avx2": 24, "portable": 8}),
         tiles=((8, 8, 32),),
         available=available,
     )

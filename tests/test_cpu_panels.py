@@ -44,7 +44,8 @@ def test_dots_of_any_shape(
 
 @pytest.mark.skipif(cpu_panels._dots_available() is not None, reason=cpu_panels._dots_available() or "")
 @pytest.mark.parametrize(
-    ("scheme", "least"), [("int4", 11), ("int8", 11), ("int6", 17), ("mxint8", 17), ("fp8", 5), ("nf4", 5), ("mxfp8", 5)]
+    ("scheme", "least"),
+    [("int4", 16), ("int8", 12), ("int6", 22), ("mxint8", 12), ("int2", 22), ("fp8", 3), ("nf4", 3), ("mxfp8", 3)],
 )
 def test_many_rows_of_bfloat16_take_dots(scheme: str, least: int) -> None:
     q = QTensor.quantize(torch.randn(8, 256, generator=torch.Generator().manual_seed(0)), scheme)
