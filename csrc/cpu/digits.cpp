@@ -89,8 +89,8 @@ inline __m512i in_quarters(const __m512i* of_row) {
   return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-// `count` steps of 4 Q rows of the weight times M rows of x, in D digits, added to total [M, 4 Q], or [M, Q] where lanes come together
-// in `quarters`. A call of its own for many slices, so that nothing but what a step needs is in registers.
+// `count` steps of 4 Q rows of the weight times M rows of x, in D digits, added to total [M, 4 Q], or [M, Q] where lanes come
+// together in `quarters`. A call of its own for many slices, so that nothing but what a step needs is in registers.
 template <int bits, bool has_table, int D, int M, int Q, bool quarters, bool in_groups, bool has_zeros>
 __attribute__((noinline)) void take_steps(const Bytes<bits, has_table>& how, const Steps<bits>& given, int64_t count,
                                           __m512* total) {
@@ -210,8 +210,8 @@ struct Chunk {
   alignas(64) float zero[R * room];   // integers, where there are three digits or quarters
 };
 
-// Rows of the weight, R = 4 Q at a time, times all rows of x in D digits; what is left over is taken a row at a time, R times over.
-// More than four rows at a time are for one row of x, whose digits are read less often then.
+// Rows of the weight, R = 4 Q at a time, times all rows of x in D digits; what is left over is taken a row at a time, R times
+// over. More than four rows at a time are for one row of x, whose digits are read less often then.
 template <int bits, bool has_table, int D, int Q, bool quarters, bool in_groups>
 struct Rows {
   using P = Planes<bits>;
