@@ -5,7 +5,7 @@ asked for, over one, which stays in the cache if it fits there). On a GPU a walk
 use too, walks take turns with some that only read and with some of the float weight. Where N = K each product takes the one
 before it as its x, so that a kernel which starts early still has to wait for it. The float weight runs beside the quantized
 ones, under the same conditions: where rows of x are many enough to make a GPU lower its clock, each is timed once its own
-work has done so.
+work has done so, and the float weight again right behind it, since a GPU grows warmer from figure to figure.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def measure(
     ``schemes``: recipes, or their names. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
     ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. ``kernels``: the rows of
     the registry that may run, all if none is named. Returns plain data:
-    ``rows`` as of :func:`row_of` (on a CPU with ``float_us``, F.linear's in turns with it), ``peers``, the same for them, and
-    ``failures``, each with the error of a figure that could not be taken. ``keep`` is called with what there is after each
+    ``rows`` as of :func:`row_of` (on a CPU with ``float_us``, F.linear's in turns with it, and on a GPU, behind hard work, that
+    right after it), ``peers``, the same for them, and ``failures``, each with the error of a figure that could not be taken. ``keep`` is called with what there is after each
     shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
@@ -152,7 +152,7 @@ class _Run(NamedTuple):
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """(M, its row), or the error in place of the row; the copies of the weight serve every M.
 
-        ``floats``: a turn of the float weight on a CPU by M, which its own rows leave for those of the recipes.
+        ``floats``: a turn of the float weight by M, which its own rows leave for those of the recipes: on a CPU, and for hard work.
 
         The largest M first, and a rest behind them: what computes hard lowers a GPU's clock for some tenths of a second, which
         every kernel shows that is not bound by the memory alone. Such walks are timed at the clock that they lead to themselves,
@@ -172,7 +172,7 @@ class _Run(NamedTuple):
                 x = torch.randn(m, k, dtype=self.dtype, device=self.device)
                 with strict(*self.kernels) if self.kernels else contextlib.nullcontext():
                     times, limit, float_us = self._timed(layers, x, n == k, size, floats.get(m))
-                    if recipe is None and self.device.type == "cpu":
+                    if recipe is None and (self.device.type == "cpu" or m > HARD):
                         floats[m] = partial(timed, layers, x, chained=n == k, repeats=_TURN)
                     with trace_kernels() as trace:
                         layers[0](x)
@@ -191,9 +191,10 @@ class _Run(NamedTuple):
     def _timed(
         self, layers: Sequence[nn.Module], x: Tensor, chained: bool, size: int, beside: Callable[[], Times] | None
     ) -> tuple[Times, Times | None, float | None]:
-        """A layer's times, and those of the reader and of ``beside`` where they took turns with the layer: on a CPU."""
+        """A layer's times, those of the reader where it took turns with the layer (on a CPU), and those of ``beside``."""
         if self.device.type != "cpu":
-            return timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > HARD), None, None
+            own = timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > HARD)
+            return own, None, None if beside is None else beside().us
         start, turns = time.perf_counter(), []
         while not turns or (_TURN * len(turns) < self.repeats and time.perf_counter() - start < _LONG):
             own = timed(layers, x, chained=chained, repeats=_TURN)

@@ -71,6 +71,14 @@ def test_on_a_cpu_a_layer_takes_turns_with_the_reader_and_the_float_layer(monkey
     assert (then["us"], then["limit_us"], then["float_us"], then["times_float"]) == (20.0, 11.0, 24.0, 1.2)
 
 
+@pytest.mark.gpu
+def test_behind_hard_work_of_a_gpu_the_float_layer_is_measured_again():
+    first, then, hard, behind = gemv.measure(["int4"], [(256, 256)], (1, walks.HARD + 1), "cuda", repeats=1)["rows"]
+    assert not {"float_us"} & {*first, *then, *hard}
+    assert first["times_float"] == hard["times_float"] == 1
+    assert behind["times_float"] == behind["float_us"] / behind["us"]
+
+
 def test_a_kernel_that_is_named_is_the_one_that_is_measured():
     found = gemv.measure(["int4"], [(64, 128)], (1, 3), "cpu", repeats=1, kernels=["reference_linear"])
     assert {row["kernel"] for row in found["rows"] if row["scheme"] == "int4"} == {"reference_linear"}
