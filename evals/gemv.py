@@ -42,7 +42,7 @@ SHAPES = (
 )  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)
 _SMALL, _USUAL = 1 << 20, (4096, 4096)  # weights of a layer that are few; a layer of a usual model
-_TURN, _LONG = 3, 1.0  # walks of a turn; seconds after which no other turn begins
+_TURN, _LONG = 3, 4.0  # walks of a turn; seconds after which no other turn begins
 _REST = 0.2  # seconds behind hard work
 
 
@@ -67,7 +67,8 @@ def measure(
     ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. ``kernels``: the rows of
     the registry that may run, all if none is named. Returns plain data:
     ``rows`` as of :func:`row_of` (on a CPU with ``float_us``, F.linear's in turns with it, and on a GPU, behind hard work, that
-    right after it), ``peers``, the same for them, and ``failures``, each with the error of a figure that could not be taken. ``keep`` is called with what there is after each
+    right after it), ``peers``, the same for them, and ``failures``, each with the error of a figure that could not be taken.
+    ``keep`` is called with what there is after each
     shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
@@ -152,7 +153,7 @@ class _Run(NamedTuple):
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """(M, its row), or the error in place of the row; the copies of the weight serve every M.
 
-        ``floats``: a turn of the float weight by M, which its own rows leave for those of the recipes: on a CPU, and for hard work.
+        ``floats``: a turn of the float weight by M, which its own rows leave for those of the recipes: on a CPU, and of hard work.
 
         The largest M first, and a rest behind them: what computes hard lowers a GPU's clock for some tenths of a second, which
         every kernel shows that is not bound by the memory alone. Such walks are timed at the clock that they lead to themselves,

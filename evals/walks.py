@@ -20,7 +20,8 @@ __all__ = ["COLD", "FEWEST", "HARD", "Times", "copies_of", "timed"]
 COLD = {"cpu": 256 << 20, "cuda": 640 << 20}  # several times the last-level cache of either
 HARD = 128  # rows of x above which a walk is hard work
 FEWEST = 24  # calls in a graph, so that starting it costs each of them little
-_SHORT = 0.06  # seconds a walk should take at most
+_GRAPH, _EAGER = 0.06, 0.25  # seconds a walk should take at most
+_SOME = 6  # calls that it has at least
 _PATIENCE = 0.2  # seconds of repeats after which three are enough
 _SETTLED = 0.2  # seconds of hard work after which a GPU keeps its clock
 _CHAIN = 32  # calls after which a chain takes x anew: products of random matrices grow or fade
@@ -61,12 +62,12 @@ def _timed(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int, settle
     for call in calls[:2]:  # what is compiled or chosen at the first call is not part of a walk
         y = call(x)
     seconds = _seconds(calls, x)
+    fit = max(_SOME, int((_GRAPH if x.device.type == "cuda" else _EAGER) / seconds))
     if x.device.type != "cuda":
         calls = [*calls] * (FEWEST if len(calls) == 1 else 1)
-        us, y = _eager(calls, x, chained, repeats)
+        us, y = _eager(calls[:fit], x, chained, repeats)
         times = Times(us, us, None)
     else:
-        fit = max(6, int(_SHORT / seconds))
         rounds = -(-FEWEST // len(calls))
         times, y = _captured((list(calls) * rounds)[:fit], x, chained, repeats, _SETTLED if settled else 0.0)
     if y.is_floating_point() and not bool(torch.isfinite(y).all()):

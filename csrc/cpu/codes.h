@@ -136,42 +136,44 @@ constexpr Words words(Word word) {
 }
 inline __m512i load(const Words& all) { return _mm512_load_si512(all.of); }
 
-// The fields of `width` bits from p on as words.
-template <int width>
+// The fields of `width` bits from p on as words, from bit `low` of each on; what is beside them is anything.
+template <int width, int low>
 inline __m512i word_fields(const uint8_t* p) {
   if constexpr (width == 8) {
     return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   } else if constexpr (width == 4) {  // a byte in the lower word of two, and its upper half in the upper one
+    static_assert(low == 0);
     const __m512i bytes = _mm512_cvtepu8_epi32(bytes_of(p));
-    return _mm512_and_si512(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), _mm512_set1_epi16(15));
-  } else if constexpr (width == 2) {
-    static constexpr Words byte = words([](int i) { return 0x8000 | i / 4; }), down = words([](int i) { return i % 4 * 2; });
+    return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+  } else if constexpr (width == 2) {  // each byte as the upper one of four words
+    static constexpr Words byte = words([](int i) { return i / 4 << 8 | 0x80; }), down = words([](int i) { return 8 - low + i % 4 * 2; });
     int64_t eight;
     memcpy(&eight, p, 8);
-    const __m512i four_times = _mm512_shuffle_epi8(_mm512_set1_epi64(eight), load(byte));
-    return _mm512_and_si512(_mm512_srlv_epi16(four_times, load(down)), _mm512_set1_epi16(3));
+    return _mm512_srlv_epi16(_mm512_shuffle_epi8(_mm512_set1_epi64(eight), load(byte)), load(down));
   } else {
     uint32_t four;
     memcpy(&four, p, 4);
-    return _mm512_maskz_set1_epi16(four, 1);
+    return _mm512_maskz_set1_epi16(four, 1 << low);
   }
 }
 
-// What codes_from gives, as words.
-template <int bits>
+// What codes_from gives, as words. `exact`: bits above the code are 0; else they are anything.
+template <int bits, bool exact = true>
 inline __m512i code_words(const uint8_t* row, int64_t n, int64_t first) {
-  __m512i all = _mm512_setzero_si512();
-  const auto add = [&](auto constant) {
-    constexpr int width = decltype(constant)::value, low = bits & ~(2 * width - 1);
-    if constexpr ((bits & width) != 0) {
-      all = _mm512_or_si512(all, _mm512_slli_epi16(word_fields<width>(row + first * width / 8), low));
+  constexpr int widest = bits & 8 ? 8 : bits & 4 ? 4 : bits & 2 ? 2 : 1;
+  __m512i all = word_fields<widest, 0>(row + first * widest / 8);
+  const auto add = [&](auto constant, auto below) {
+    constexpr int width = decltype(constant)::value, low = decltype(below)::value;
+    if constexpr ((bits & width) != 0 && width < widest) {
+      const __m512i next = word_fields<width, low>(row + first * width / 8), mask = _mm512_set1_epi16((1 << low) - 1);
+      all = _mm512_ternarylogic_epi64(mask, all, next, 0xca);  // a ? b : c
       row += (n * width + 7) / 8;
     }
   };
-  add(std::integral_constant<int, 8>());
-  add(std::integral_constant<int, 4>());
-  add(std::integral_constant<int, 2>());
-  add(std::integral_constant<int, 1>());
+  row += (n * widest + 7) / 8;
+  add(std::integral_constant<int, 2>(), std::integral_constant<int, widest>());
+  add(std::integral_constant<int, 1>(), std::integral_constant<int, widest + (bits & 2 && widest > 2 ? 2 : 0)>());
+  if constexpr (exact && bits < 8) all = _mm512_and_si512(all, _mm512_set1_epi16((1 << bits) - 1));
   return all;
 }
 

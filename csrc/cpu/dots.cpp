@@ -70,12 +70,21 @@ inline __m512 bias_at(const Numbers& bias, int64_t i, __mmask16 mask) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(some), 16));
 }
 
-// The codes of the next rows, for the second-level cache while products are computed.
-inline void fetch(const Linear& a, int64_t begin, int64_t end) {
-  const int64_t bytes = packed_size(a.bits, a.k);
-  for (int64_t row = begin; row < end; row++)
-    for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char*>(a.packed + row * a.packed_stride + at), _MM_HINT_T1);
-}
+// The codes of the next rows, for the second-level cache, some of them beside each of so many products: all at once they would
+// keep the memory so busy that the products wait for theirs.
+struct Ahead {
+  uintptr_t at = 0, end = 0;
+  int64_t step;
+  Ahead(const Linear& a, int64_t begin, int64_t past, int64_t products)
+      : at(reinterpret_cast<uintptr_t>(a.packed + begin * a.packed_stride)),
+        end(begin < past ? at + (past - begin) * a.packed_stride : at), step(((end - at) / line + products - 1) / products) {}
+  void fetch() {
+    for (int64_t i = 0; i < step && at < end; i++, at += line) _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+  }
+
+ private:
+  static constexpr uintptr_t line = 64;
+};
 
 }  // namespace
 
@@ -88,7 +97,8 @@ void dots_linear(const Linear& a, const Dots& of, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row += most) {
     const int64_t past = std::min(row + most, end), count = past - row;
     panel(a, Stored::bfloat16, numbers.get(), stride, row, past);
-    fetch(a, past, std::min(past + most, end));
+    const int64_t blocks = (whole + columns_at_a_time - 1) / columns_at_a_time;
+    Ahead ahead(a, past, std::min(past + most, end), (a.m + most_x - 1) / most_x * blocks * ((count + some_rows - 1) / some_rows));
     for (int64_t m0 = 0; m0 < a.m; m0 += rows_of_x) {
       const int64_t m1 = std::min(m0 + rows_of_x, a.m), parts = (m1 - m0 + most_x - 1) / most_x;
       std::fill_n(sums.get(), (m1 - m0) * most, 0.0f);
@@ -97,7 +107,7 @@ void dots_linear(const Linear& a, const Dots& of, int64_t begin, int64_t end) {
         for (int64_t p = 0; p < parts; p++) {
           const int64_t first = (m1 - m0) * p / parts, rows = (m1 - m0) * (p + 1) / parts - first;
           const uint16_t* x = of.x + (m0 + first) * stride + k;
-          for (int64_t n = 0; n < count; n += some_rows)
+          for (int64_t n = 0; n < count; n += some_rows, ahead.fetch())
             tiles[rows - 1](x, stride, numbers.get() + n * stride + k, stride, steps, sums.get() + first * most + n, most);
         }
       }

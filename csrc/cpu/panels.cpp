@@ -162,7 +162,7 @@ struct ByTable {
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, table[0]));
   }
   void operator()(const uint8_t* row, int64_t first, uint16_t* to) const {
-    const __m512i index = code_words<bits>(row, a.k, first);
+    const __m512i index = code_words<bits, bits < 4>(row, a.k, first);  // the table of sixteen is there twice
     if constexpr (bits <= 5) {
       _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, table[0]));
     } else {

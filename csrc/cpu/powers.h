@@ -56,7 +56,7 @@ template <int bits>
 struct ByExponent : Exponents {
   static constexpr int numbers = bits == 8 ? 128 : 1 << bits, vectors = numbers <= 32 ? 1 : numbers / 32;
   __m512i table[vectors];
-  bool good = false;
+  bool good = false, has_nan = false;
   explicit ByExponent(const Linear& a) {
     alignas(64) uint16_t halves[vectors * 32] = {};
     for (int code = 0; code < 1 << bits; code++) {
@@ -67,7 +67,7 @@ struct ByExponent : Exponents {
         continue;
       }
       const int exponent = static_cast<int>(number >> 23 & 255);
-      if (a.values[code] != a.values[code]) number = 0x7fc00000;
+      if (a.values[code] != a.values[code]) number = 0x7fc00000, has_nan = true;
       else if ((number & 0xffff) || exponent == 255 || (exponent == 0 && number << 1)) return;
       else if (exponent) least = exponent < least ? exponent : least, most = exponent > most ? exponent : most;
       halves[code] = static_cast<uint16_t>(number >> 16);
@@ -87,12 +87,12 @@ struct ByExponent : Exponents {
     }
   }
   void group(const uint8_t* packed, int64_t k, uint8_t scale, int64_t first, int64_t past, uint16_t* to) const {
-    const __m512i up = _mm512_set1_epi16(static_cast<int16_t>((scale - 127) * 128)), one = _mm512_set1_epi16(1);
+    const __m512i up = _mm512_set1_epi16(static_cast<int16_t>((scale - 127) * 128)), magnitude = _mm512_set1_epi16(0x7fff);
     for (; first < past; first += codes_at_a_time) {
-      const __m512i codes = code_words<bits>(packed, k, first);
+      const __m512i codes = code_words<bits, bits != 6>(packed, k, first);
       __m512i half = found(codes);
-      const __m512i magnitude = _mm512_and_si512(half, _mm512_set1_epi16(0x7fff));  // neither 0 nor NaN has an exponent
-      const __mmask32 finite = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, one), _mm512_set1_epi16(0x7f7f));
+      __mmask32 finite = _mm512_test_epi16_mask(half, magnitude);  // neither 0 nor NaN has an exponent
+      if (has_nan) finite = _mm512_mask_cmplt_epu16_mask(finite, _mm512_and_si512(half, magnitude), _mm512_set1_epi16(0x7f80));
       half = _mm512_mask_add_epi16(half, finite, half, up);
       if constexpr (bits == 8) half = _mm512_or_si512(half, _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(128)), 8));
       _mm512_storeu_si512(to + first, half);
