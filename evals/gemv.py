@@ -68,8 +68,7 @@ def measure(
     the registry that may run, all if none is named. Returns plain data:
     ``rows`` as of :func:`row_of` (on a CPU with ``float_us``, F.linear's in turns with it, and on a GPU, behind hard work, that
     right after it), ``peers``, the same for them, and ``failures``, each with the error of a figure that could not be taken.
-    ``keep`` is called with what there is after each
-    shape, so that a run that is ended early leaves something.
+    ``keep`` is called with what there is after each shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
     recipes = {recipe.name: recipe for recipe in map(Recipe.of, schemes)}
