@@ -5,7 +5,7 @@ asked for, over one, which stays in the cache if it fits there). On a GPU a walk
 use too, walks take turns with some that only read and with some of the float weight. Where N = K each product takes the one
 before it as its x, so that a kernel which starts early still has to wait for it. The float weight runs beside the quantized
 ones, under the same conditions: where rows of x are many enough to make a GPU lower its clock, each is timed once its own
-work has done so, and the float weight again right behind it, since a GPU grows warmer from figure to figure.
+work has done so, in turns with the float weight, since that clock swings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from lowbit.recipe import Recipe
 from . import peers
 from .reader import Limits
 from .specimens import Specimen
-from .walks import HARD, Times, copies_of, timed
+from .walks import HARD, Times, Walk, copies_of, timed
 
 __all__ = ["BATCHES", "SCHEMES", "SHAPES", "beside", "device_name", "largest", "measure", "row_of", "table"]
 
@@ -66,8 +65,8 @@ def measure(
     ``schemes``: recipes, or their names. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
     ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. ``kernels``: the rows of
     the registry that may run, all if none is named. Returns plain data:
-    ``rows`` as of :func:`row_of` (on a CPU with ``float_us``, F.linear's in turns with it, and on a GPU, behind hard work, that
-    right after it), ``peers``, the same for them, and ``failures``, each with the error of a figure that could not be taken.
+    ``rows`` as of :func:`row_of` (on a CPU, and on a GPU where the work is hard, with ``float_us``, F.linear's in turns with it),
+    ``peers``, the same for them, and ``failures``, each with the error of a figure that could not be taken.
     ``keep`` is called with what there is after each shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
@@ -79,7 +78,7 @@ def measure(
     float_us: dict[tuple[int, int, int], float] = {}
     for n, k in shapes:
         rows = []
-        floats: dict[int, Callable[[], Times]] = {}
+        floats: dict[int, Walk] = {}
         for name in ("float", *recipes):
             for m, row in one.rows(name, recipes.get(name), n, k, floats):
                 if name == "float" and "us" in row:
@@ -148,11 +147,11 @@ class _Run(NamedTuple):
     kernels: Sequence[str]
 
     def rows(
-        self, name: str, recipe: Recipe | None, n: int, k: int, floats: dict[int, Callable[[], Times]]
+        self, name: str, recipe: Recipe | None, n: int, k: int, floats: dict[int, Walk]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """(M, its row), or the error in place of the row; the copies of the weight serve every M.
 
-        ``floats``: a turn of the float weight by M, which its own rows leave for those of the recipes: on a CPU, and of hard work.
+        ``floats``: the float weight's walk by M, which its own rows leave for those of the recipes: on a CPU, and of hard work.
 
         The largest M first, and a rest behind them: what computes hard lowers a GPU's clock for some tenths of a second, which
         every kernel shows that is not bound by the memory alone. Such walks are timed at the clock that they lead to themselves,
@@ -173,7 +172,7 @@ class _Run(NamedTuple):
                 with strict(*self.kernels) if self.kernels else contextlib.nullcontext():
                     times, limit, float_us = self._timed(layers, x, n == k, size, floats.get(m))
                     if recipe is None and (self.device.type == "cpu" or m > HARD):
-                        floats[m] = partial(timed, layers, x, chained=n == k, repeats=_TURN)
+                        floats[m] = Walk(layers, x, n == k)
                     with trace_kernels() as trace:
                         layers[0](x)
                 receipt = next(iter(trace.counts), None)
@@ -189,16 +188,18 @@ class _Run(NamedTuple):
             yield m, row if float_us is None else row | {"float_us": float_us}
 
     def _timed(
-        self, layers: Sequence[nn.Module], x: Tensor, chained: bool, size: int, beside: Callable[[], Times] | None
+        self, layers: Sequence[nn.Module], x: Tensor, chained: bool, size: int, beside: Walk | None
     ) -> tuple[Times, Times | None, float | None]:
         """A layer's times, those of the reader where it took turns with the layer (on a CPU), and those of ``beside``."""
         if self.device.type != "cpu":
-            own = timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > HARD)
-            return own, None, None if beside is None else beside().us
+            own = timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > HARD, beside=beside)
+            return own, None, own.beside_us
         start, turns = time.perf_counter(), []
         while not turns or (_TURN * len(turns) < self.repeats and time.perf_counter() - start < _LONG):
             own = timed(layers, x, chained=chained, repeats=_TURN)
-            turns.append((own.us, self.limits.now(size, _TURN).us, own.us if beside is None else beside().us))
+            limit = self.limits.now(size, _TURN)
+            other = own if beside is None else timed(beside.calls, beside.x, chained=beside.chained, repeats=_TURN)
+            turns.append((own.us, limit.us, other.us))
         us, limit_us, float_us = map(statistics.median, zip(*turns, strict=True))
         return Times(us, us, None), Times(limit_us, limit_us, None), None if beside is None else float_us
 

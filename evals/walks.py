@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["COLD", "FEWEST", "HARD", "Times", "copies_of", "timed"]
+__all__ = ["COLD", "FEWEST", "HARD", "Times", "Walk", "copies_of", "timed"]
 
 COLD = {"cpu": 256 << 20, "cuda": 640 << 20}  # several times the last-level cache of either
 HARD = 128  # rows of x above which a walk is hard work
@@ -32,12 +32,22 @@ Call = Callable[[Tensor], Tensor]
 class Times(NamedTuple):
     """Microseconds a call. ``early``: some edges of the graph let a kernel start early; None where there is no graph.
 
-    ``plain_us``: with full edges alone; the same as ``us`` where no edge is an early one.
+    ``plain_us``: with full edges alone; the same as ``us`` where no edge is an early one. ``beside_us``: of another walk that
+    took turns with this one.
     """
 
     us: float
     plain_us: float
     early: bool | None
+    beside_us: float | None = None
+
+
+class Walk(NamedTuple):
+    """Calls one behind the other. ``chained``: each takes what the one before it gave."""
+
+    calls: Sequence[Call]
+    x: Tensor
+    chained: bool = False
 
 
 def copies_of(size: int, device: torch.device, cold: bool = True) -> int:
@@ -47,38 +57,54 @@ def copies_of(size: int, device: torch.device, cold: bool = True) -> int:
     return max(2, -(-COLD[device.type] // max(size, 1)))
 
 
-def timed(calls: Sequence[Call], x: Tensor, *, chained: bool = False, repeats: int = 9, settled: bool = False) -> Times:
-    """The median over walks through all of ``calls``. ``chained``: each call takes what the one before it gave. ``settled``: of
-    walks on a GPU behind others of the same, as many as its clock takes to settle: what computes hard lowers the clock some tens
-    of milliseconds later, also that of what comes after it.
+def timed(
+    calls: Sequence[Call],
+    x: Tensor,
+    *,
+    chained: bool = False,
+    repeats: int = 9,
+    settled: bool = False,
+    beside: Walk | None = None,
+) -> Times:
+    """The median over walks through all of ``calls``, as of :class:`Walk`; on a GPU in turns with walks through ``beside``.
+
+    ``settled``: of walks on a GPU behind others of the same, as many as its clock takes to settle: what computes hard lowers the
+    clock some tens of milliseconds later, also that of what comes after it. Even then the clock swings, by a sixth within a
+    second: two that are to be compared take turns.
 
     Raises ``RuntimeError`` where a result is not finite: kernels may have other paths for such numbers.
     """
     with torch.no_grad():
-        return _timed(calls, x, chained, repeats, settled)
+        return _timed(Walk(calls, x, chained), repeats, settled, beside)
 
 
-def _timed(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int, settled: bool) -> Times:
-    for call in calls[:2]:  # what is compiled or chosen at the first call is not part of a walk
-        y = call(x)
-    seconds = _seconds(calls, x)
-    fit = max(_SOME, int((_GRAPH if x.device.type == "cuda" else _EAGER) / seconds))
-    if x.device.type != "cuda":
-        calls = [*calls] * (FEWEST if len(calls) == 1 else 1)
-        us, y = _eager(calls[:fit], x, chained, repeats)
+def _timed(walk: Walk, repeats: int, settled: bool, beside: Walk | None) -> Times:
+    walk = _fitted(walk)
+    if walk.x.device.type != "cuda":
+        us, y = _eager(walk, repeats)
         times = Times(us, us, None)
     else:
-        rounds = -(-FEWEST // len(calls))
-        times, y = _captured((list(calls) * rounds)[:fit], x, chained, repeats, _SETTLED if settled else 0.0)
+        times, y = _captured(walk, repeats, _SETTLED if settled else 0.0, None if beside is None else _fitted(beside))
     if y.is_floating_point() and not bool(torch.isfinite(y).all()):
         raise RuntimeError("the walk ended in numbers that are not finite")
     return times
 
 
-def _walk(calls: Sequence[Call], x: Tensor, chained: bool) -> Tensor:
-    y = x
-    for i, call in enumerate(calls):
-        y = call(y if chained and i % _CHAIN else x)
+def _fitted(walk: Walk) -> Walk:
+    """As many of its calls as fit in a walk's time, and on a GPU, or over one copy, as many rounds as make it worth while."""
+    calls, x, _ = walk
+    for call in calls[:2]:  # what is compiled or chosen at the first call is not part of a walk
+        call(x)
+    seconds = _seconds(calls, x)
+    on_gpu = x.device.type == "cuda"
+    rounds = -(-FEWEST // len(calls)) if on_gpu or len(calls) == 1 else 1
+    return walk._replace(calls=(list(calls) * rounds)[: max(_SOME, int((_GRAPH if on_gpu else _EAGER) / seconds))])
+
+
+def _through(walk: Walk) -> Tensor:
+    y = walk.x
+    for i, call in enumerate(walk.calls):
+        y = call(y if walk.chained and i % _CHAIN else walk.x)
     return y
 
 
@@ -98,58 +124,75 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _median(walk: Callable[[], float], repeats: int, before: float = 0.0) -> float:
-    """Of walks behind one that does not count, or behind as many as take ``before`` seconds."""
+def _medians(walks: Sequence[Callable[[], float]], repeats: int, before: float = 0.0) -> list[float]:
+    """Of each of them, in turns: behind a turn that does not count, or behind as many as take ``before`` seconds."""
+
+    def turn() -> list[float]:
+        return [walk() for walk in walks]
+
     start, found = time.perf_counter(), []
-    walk()
+    turn()
     while time.perf_counter() - start < before:
-        walk()
+        turn()
     start = time.perf_counter()
     while len(found) < repeats and (len(found) < 3 or time.perf_counter() - start < _PATIENCE):
-        found.append(walk())
-    return statistics.median(found)
+        found.append(turn())
+    return [statistics.median(times) for times in zip(*found, strict=True)]
 
 
-def _eager(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int) -> tuple[float, Tensor]:
-    y = x
+def _eager(walk: Walk, repeats: int) -> tuple[float, Tensor]:
+    y = walk.x
 
-    def walk() -> float:
+    def taken() -> float:
         nonlocal y
         start = time.perf_counter()
-        y = _walk(calls, x, chained)
-        return (time.perf_counter() - start) * 1e6 / len(calls)
+        y = _through(walk)
+        return (time.perf_counter() - start) * 1e6 / len(walk.calls)
 
-    return _median(walk, repeats), y
+    (us,) = _medians([taken], repeats)
+    return us, y
 
 
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 
-def _captured(calls: Sequence[Call], x: Tensor, chained: bool, repeats: int, before: float) -> tuple[Times, Tensor]:
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin()
-        try:
-            y = _walk(calls, x, chained)
-        finally:
-            graph.capture_end()
+class _Graph:
+    """A walk as one graph, which gives the microseconds of a call of it; ``y``: what the last one returned."""
 
-    def replay() -> float:
+    def __init__(self, walk: Walk) -> None:
+        self._calls, self._graph = len(walk.calls), torch.cuda.CUDAGraph(keep_graph=True)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self._graph.capture_begin()
+            try:
+                self.y = _through(walk)
+            finally:
+                self._graph.capture_end()
+        self._graph.instantiate()
+
+    def __call__(self) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        self._graph.replay()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end) * 1e3 / len(calls)
+        return start.elapsed_time(end) * 1e3 / self._calls
 
-    graph.instantiate()
-    us = _median(replay, repeats, before)
-    early = _make_edges_full(graph.raw_cuda_graph()) > 0
-    if not early:
-        return Times(us, us, False), y
-    graph.instantiate()
-    return Times(us, _median(replay, repeats, before / 4), True), y  # so soon the clock is much what it was
+    def wait(self) -> bool:
+        """Let no kernel start early from now on; whether one did."""
+        early = _make_edges_full(self._graph.raw_cuda_graph()) > 0
+        if early:
+            self._graph.instantiate()
+        return early
+
+
+def _captured(walk: Walk, repeats: int, before: float, beside: Walk | None) -> tuple[Times, Tensor]:
+    own = _Graph(walk)
+    us, *of_other = _medians([own] if beside is None else [own, _Graph(beside)], repeats, before)
+    times = Times(us, us, False, *of_other)
+    if own.wait():  # so soon the clock is much what it was
+        times = times._replace(plain_us=_medians([own], repeats, before / 4)[0], early=True)
+    return times, own.y
 
 
 class _Edge(ctypes.Structure):

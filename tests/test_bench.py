@@ -72,7 +72,7 @@ def test_on_a_cpu_a_layer_takes_turns_with_the_reader_and_the_float_layer(monkey
 
 
 @pytest.mark.gpu
-def test_behind_hard_work_of_a_gpu_the_float_layer_is_measured_again():
+def test_hard_work_of_a_gpu_takes_turns_with_the_float_layer():
     first, then, hard, behind = gemv.measure(["int4"], [(256, 256)], (1, walks.HARD + 1), "cuda", repeats=1)["rows"]
     assert not {"float_us"} & {*first, *then, *hard}
     assert first["times_float"] == hard["times_float"] == 1
@@ -167,11 +167,30 @@ def test_walks_count_once_the_clock_has_settled(monkeypatch):
         walked.append(9.0 if len(walked) < 4 else 1.0)
         return walked[-1]
 
-    assert walks._median(walk, 3, before=0.2) == 1.0
+    assert walks._medians([walk], 3, before=0.2) == [1.0]
     assert len(walked) == 7
     walked.clear()
-    assert walks._median(walk, 3) == 9.0
+    assert walks._medians([walk], 3) == [9.0]
     assert len(walked) == 4
+
+
+def test_walks_that_are_compared_take_turns():
+    seen = []
+
+    def walk(name, us):
+        return lambda: seen.append(name) or next(us)
+
+    of_both = [walk("own", iter((9.0, 1.0, 5.0, 3.0))), walk("other", iter((9.0, 2.0, 8.0, 4.0)))]
+    assert walks._medians(of_both, 3) == [3.0, 4.0]
+    assert seen == ["own", "other"] * 4
+
+
+def test_a_slow_walk_has_some_calls_alone(monkeypatch):
+    seen = []
+    calls = [lambda x, i=i: seen.append(i) or x for i in range(9)]
+    monkeypatch.setattr(walks, "_seconds", lambda calls, x: 0.1)
+    walks.timed(calls, torch.zeros(()), repeats=1)
+    assert seen == [0, 1, *range(6), *range(6)]
 
 
 def test_a_walk_into_infinity_is_refused():
