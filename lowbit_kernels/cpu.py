@@ -137,8 +137,8 @@ def _quicker(dots: Callable[[int], int], floats: dict[str, int]) -> Callable[[Ca
 
 def _dots_beside_digits(bits: int) -> int:
     """Rows of bfloat16 from which dot products of it take less time than digits: the more, the longer codes take to become
-    numbers of 16 bits beside products."""
-    return {8: 12, 4: 16}.get(bits, 22)
+    numbers of 16 bits beside products, and the more digits meet in one register of codes."""
+    return {8: 12, 4: 14, 3: 24, 2: 24}.get(bits, 15)
 
 
 _OF_DIGITS = Kernel(
