@@ -1,4 +1,4 @@
-"""What the kernels of a GPU must reach, held against figures that were measured.
+"""What the kernels of a GPU or of a CPU must reach, held against figures that were measured.
 
     python -m lowbit.evals.bars evals/results/gemv_h200.json
 
@@ -22,6 +22,8 @@ _BIG, _BIGGER, _SMALL = (8192, 8192), (28672, 8192), (4096, 4096)
 _W8A8 = "int8_dynamic_activation_int8_weight"
 _FRACTIONS = ("int3", "int5", "int6", "fp6", "fp6_e3m2", "mxfp4", "mxfp6", "mxfp8", "nvfp4")
 _BATCHED = ("int4", "int3", "fp6", "mxfp4")
+_W4A8 = "int8_dynamic_activation_int4_weight"
+_IN_FLOATS = ("fp6", "mxfp4", "mxfp6", "mxfp8", "nf4")  # on a CPU those that floats are compared with
 
 
 class Bar(NamedTuple):
@@ -37,7 +39,9 @@ class Bar(NamedTuple):
 
 
 def bars(figures: dict[str, Any]) -> list[Bar]:
-    """Every bar, in the order of the table that they come from."""
+    """Every bar of the device that figures are of, and on a CPU of cold or warm weights, whichever they are."""
+    if str(figures.get("device", "")).startswith("cpu"):
+        return [*(_cold_on_cpu(figures) if figures.get("cold", True) else _warm_on_cpu(figures))]
     return [*_one_row(figures), *_few_rows(figures), *_against_float(figures)]
 
 
@@ -90,14 +94,49 @@ def _few_rows(figures: dict[str, Any]) -> Iterator[Bar]:
 
 
 def _against_float(figures: dict[str, Any]) -> Iterator[Bar]:
-    """The worst of each scheme over all shapes, up to 128 rows of x and above."""
+    """Up to 128 rows of x and above."""
+    for low, high, need in ((1, 128, 1.0), (129, 4096, 0.85)):
+        yield from _worst(figures, low, high, need)
+
+
+def _worst(figures: dict[str, Any], low: int, high: int, need: float) -> Iterator[Bar]:
+    """The worst of each scheme over all shapes."""
     for scheme in dict.fromkeys(r["scheme"] for r in figures["rows"] if r["scheme"] != "float"):
-        for low, high, need in ((1, 128, 1.0), (129, 4096, 0.85)):
-            found = [r for r in figures["rows"] if r["scheme"] == scheme and low <= r["m"] <= high]
-            worst = min(found, key=lambda r: r["times_float"], default=None)
-            where = "" if worst is None else f" (at M = {worst['m']}, {worst['n']}x{worst['k']})"
-            got = worst and worst["times_float"]
-            yield Bar(f"{scheme}, M = {low} to {high}, the worst shape{where}: times F.linear", need, got)
+        found = [r for r in figures["rows"] if r["scheme"] == scheme and low <= r["m"] <= high]
+        worst = min(found, key=lambda r: r["times_float"], default=None)
+        where = "" if worst is None else f" (at M = {worst['m']}, {worst['n']}x{worst['k']})"
+        got = worst and worst["times_float"]
+        yield Bar(f"{scheme}, M = {low} to {high}, the worst shape{where}: times F.linear", need, got)
+
+
+def _cold_on_cpu(figures: dict[str, Any]) -> Iterator[Bar]:
+    """One row of x: against the memory, torch's own kernels and floats. Many rows: against floats, all schemes that are there."""
+    for shape in ((4096, 4096), (11008, 4096)):
+
+        def us(scheme: str, at: tuple[int, int] = shape) -> float | None:
+            row = _find(figures, scheme, at, 1)
+            return row and row["us"]
+
+        for scheme, bits, fraction, times in (("int4", 4, 0.85, 1.1), ("int8", 8, 0.88, 1.0), (_W4A8, None, 0.90, None)):
+            row, where = _find(figures, scheme, shape, 1), f"{scheme}, M = 1, {shape[0]}x{shape[1]}"
+            yield Bar(f"{where}: of the limit", fraction, row and row["fraction_of_limit"])
+            if bits is not None and times is not None:
+                peer = _best_peer(figures, bits, shape, plain=False)
+                yield Bar(f"{where}: times torch's", times, peer / row["us"] if peer and row else None)
+        three, four = us("int3"), us("int4")
+        yield Bar(f"int3, M = 1, {shape[0]}x{shape[1]}: times int4", 1.0, four / three if four and three else None)
+        for scheme, need in (("int4", 3.0), *((name, 1.8) for name in _IN_FLOATS)):
+            row = _find(figures, scheme, shape, 1)
+            yield Bar(f"{scheme}, M = 1, {shape[0]}x{shape[1]}: times F.linear", need, row and row["times_float"])
+    if any(row["m"] > 64 for row in figures["rows"]):
+        yield from _worst(figures, 65, 4096, 0.95)
+
+
+def _warm_on_cpu(figures: dict[str, Any]) -> Iterator[Bar]:
+    peer = _best_peer(figures, 4, _SMALL, plain=False)
+    for scheme, need in (("int4", 1.5), (_W4A8, 2.2)):
+        row = _find(figures, scheme, _SMALL, 1)
+        yield Bar(f"{scheme}, M = 1, 4096x4096, warm: times torch's int4", need, peer / row["us"] if peer and row else None)
 
 
 def table(found: list[Bar]) -> Table:

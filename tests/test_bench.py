@@ -303,6 +303,32 @@ def test_bars_are_passed_missed_or_not_measured(tmp_path, capsys):
         assert (int(end.value.code), word in capsys.readouterr().out) == (code, True)
 
 
+@given(st.floats(0.5, 1.2), st.floats(0.5, 4.0), st.floats(0.5, 3.0), st.floats(0.5, 2.0))
+def test_bars_of_a_cpu(fraction, ratio, of_torch, three):
+    schemes = ("int4", "int8", "int8_dynamic_activation_int4_weight", "int3", "fp6", "mxfp4", "mxfp6", "mxfp8", "nf4")
+    rows = [
+        {"scheme": scheme, "n": n, "k": 4096, "m": m, "us": 8.0 / (three if scheme == "int3" else 1.0)}
+        | {"fraction_of_limit": fraction, "times_float": ratio}
+        for scheme, n, m in itertools.product(schemes, (4096, 11008), (1, 64, 256))
+    ]
+    theirs = [{"bits": bits, "n": n, "k": 4096, "m": 1, "us": 8.0 * of_torch} for bits in (4, 8) for n in (4096, 11008)]
+    figures = {"device": "cpu, 2 threads, avx2", "cold": True, "rows": rows, "peers": theirs}
+    cold = bars.bars(figures)
+    assert len(cold) == 2 * 12 + len(schemes)
+    for bar in cold:
+        got = next(
+            v
+            for word, v in ((": of the limit", fraction), ("torch's", of_torch), ("times int4", three), ("", ratio))
+            if word in bar.what
+        )
+        assert bar.got == pytest.approx(got)
+        assert bar.passed == (bar.got >= bar.need)
+    warm = bars.bars({**figures, "cold": False})
+    assert [bar.need for bar in warm] == [1.5, 2.2]
+    assert all(bar.got == pytest.approx(of_torch) for bar in warm)
+    assert all(bar.got is None for cold in (True, False) for bar in bars.bars({"device": "cpu", "cold": cold, "rows": []}))
+
+
 # ---- crossovers ------------------------------------------------------------------------------------------------------
 
 
