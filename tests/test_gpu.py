@@ -356,12 +356,17 @@ def test_a_move_takes_little_more_than_the_weights(way):
         model.cpu()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before, held = torch.cuda.memory_allocated(), _asked_for()
     model.to(way)
     torch.cuda.synchronize()
     rest = 4 * size if way == "cuda" else 0
     assert torch.cuda.max_memory_allocated() - before <= rest + 2 * size + (128 << 20)
-    assert abs(torch.cuda.memory_allocated() - before - (rest or -4 * size)) < 1 << 20
+    assert abs(_asked_for() - held - (rest or -4 * size)) < 1 << 20
+
+
+def _asked_for() -> int:
+    """Bytes of all tensors. torch counts a block of its own as allocated whole, which may be 1 MiB larger than what is in it."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 @pytest.mark.parametrize("recipe", ["int4", "int8"])

@@ -25,21 +25,24 @@ bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* gro
   const auto take = [&](int64_t begin, int64_t end) {
     if (!plan.kernels->take_digits(a, how, x, of_x, begin, end)) good = false;
   };
-  // What is multiplied first is on its way while x becomes digits.
-  constexpr int64_t early = 16 << 10;
-  for (int64_t at = 0; at < std::min(early, a.n * a.packed_stride); at += line) __builtin_prefetch(a.packed + at, 0, 2);
-  // To wake other threads takes as long as some thousand numbers of x.
-  constexpr int64_t numbers = 1 << 13;
-  if (a.m * a.k < 2 * numbers)
-    take(0, a.m);
-  else
-    torch::stable::parallel_for(0, a.m, numbers / a.k + 1, take);
-  if (!good) return false;
-  constexpr int64_t weights = 1 << 16, last = 16;
-  in_turns(a, weights, last, [&](const Turn& turn) {
+  // To wake other threads takes as long as some thousand numbers of x: few of them become digits while the others wake, and what
+  // each thread multiplies first is on its way.
+  constexpr int64_t numbers = 1 << 13, weights = 1 << 16, last = 16, early = 16 << 10;
+  const bool is_much = a.m * a.k >= 2 * numbers;
+  if (is_much) torch::stable::parallel_for(0, a.m, numbers / a.k + 1, take);
+  Once once;
+  const auto begin_with = [&](const Turn& turn) {
+    const uint8_t* const first = a.packed + turn.begin * a.packed_stride;
+    const int64_t bytes = std::min(early, (turn.end - turn.begin) * a.packed_stride);
+    for (int64_t at = 0; at < bytes; at += line) __builtin_prefetch(first + at, 0, 2);
+    if (!is_much) once([&] { take(0, a.m); });
+  };
+  const auto multiply = [&](const Turn& turn) {
+    if (!good) return;
     if (!plan.kernels->digits(a, how, of_x, turn)) good = false;
     finish(turn.begin, turn.end);
-  });
+  };
+  in_turns(a, weights, last, multiply, begin_with);
   return good;
 }
 
@@ -56,11 +59,13 @@ bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
   }
   const auto numbers = lines_of<float>(steps * a.m * columns);
   const FloatsOfX of_x = {steps, groups.get(), numbers.get()};
-  kernels->take_floats(a, x, of_x);
-  in_turns(a, 1 << 18, 0, [&](const Turn& turn) {
+  Once once;
+  const auto begin_with = [&](const Turn&) { once([&] { kernels->take_floats(a, x, of_x); }); };
+  const auto multiply = [&](const Turn& turn) {
     kernels->floats(a, of_x, turn.begin, turn.end);
     finish(turn.begin, turn.end);
-  });
+  };
+  in_turns(a, 1 << 18, 0, multiply, begin_with);
   return true;
 }
 

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <thread>
 
 #include "linear.h"
 
@@ -25,9 +26,9 @@ void in_tasks(const Linear& a, const Multiply& multiply) {
 
 // The same in turns of `weights` and more: a thread takes part of what is left, less each time, so that one which is held up by
 // others holds up none. It takes its next turn before it multiplies the `last` rows of one, which are a call of their own, so
-// that what they read ahead is what it goes on with.
-template <typename Multiply>
-void in_turns(const Linear& a, int64_t weights, int64_t last, const Multiply& multiply) {
+// that what they read ahead is what it goes on with. `begin_with` is called once by each thread, with its first turn.
+template <typename Multiply, typename BeginWith>
+void in_turns(const Linear& a, int64_t weights, int64_t last, const Multiply& multiply, const BeginWith& begin_with) {
   constexpr int64_t rows = 32, of_thread = 1 << 17;
   const int64_t tasks = (a.n + rows - 1) / rows, of_task = rows * (a.k > 0 ? a.k : 1), least = weights / of_task + 1;
   std::atomic<int64_t> next{0};
@@ -43,7 +44,9 @@ void in_turns(const Linear& a, int64_t weights, int64_t last, const Multiply& mu
       }
     };
     Turn turn, following;
-    for (bool more = take(turn); more; turn = following) {
+    bool more = take(turn);
+    if (more) begin_with(turn);
+    for (; more; turn = following) {
       const int64_t from = std::max(turn.begin, turn.end - last);
       if (turn.begin < from) multiply(Turn{turn.begin, from, from});
       more = take(following);
@@ -51,6 +54,25 @@ void in_turns(const Linear& a, int64_t weights, int64_t last, const Multiply& mu
     }
   });
 }
+
+// Work that one of some threads does, the first that comes, and for which the others wait.
+class Once {
+ public:
+  template <typename Work>
+  void operator()(const Work& work) {
+    int state = to_do;
+    if (state_.compare_exchange_strong(state, begun)) {
+      work();
+      state_.store(done, std::memory_order_release);
+    } else {
+      while (state_.load(std::memory_order_acquire) != done) std::this_thread::yield();
+    }
+  }
+
+ private:
+  enum { to_do, begun, done };
+  std::atomic<int> state_{to_do};
+};
 
 // Room that kernels read a register at a time: it begins with a line, since a register from two of them takes twice as long.
 struct Freed {
