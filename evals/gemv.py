@@ -41,7 +41,7 @@ SHAPES = (
 )  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)
 _SMALL, _USUAL = 1 << 20, (4096, 4096)  # weights of a layer that are few; a layer of a usual model
-_TURN, _LONG = 3, 4.0  # walks of a turn; seconds after which no other turn begins
+_TURN, _SHORT, _LONG = 3, 1.0, 4.0  # walks of a turn; seconds that turns take at least, and after which none begins
 _REST = 0.2  # seconds behind hard work
 
 
@@ -195,13 +195,19 @@ class _Run(NamedTuple):
             own = timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > HARD, beside=beside)
             return own, None, own.beside_us
         start, turns = time.perf_counter(), []
-        while not turns or (_TURN * len(turns) < self.repeats and time.perf_counter() - start < _LONG):
+        while self._needs_more(len(turns), time.perf_counter() - start):
             own = timed(layers, x, chained=chained, repeats=_TURN)
             limit = self.limits.now(size, _TURN)
             other = own if beside is None else timed(beside.calls, beside.x, chained=beside.chained, repeats=_TURN)
             turns.append((own.us, limit.us, other.us))
         us, limit_us, float_us = map(statistics.median, zip(*turns, strict=True))
         return Times(us, us, None), Times(limit_us, limit_us, None), None if beside is None else float_us
+
+    def _needs_more(self, turns: int, seconds: float) -> bool:
+        """As many walks as are asked for; more, but no more than thrice as many, where all that is over in a moment."""
+        if turns == 0:
+            return True
+        return turns < self.repeats and seconds < (_LONG if _TURN * turns < self.repeats else _SHORT)
 
 
 def _copies(

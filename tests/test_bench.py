@@ -66,9 +66,18 @@ def test_on_a_cpu_a_layer_takes_turns_with_the_reader_and_the_float_layer(monkey
     monkeypatch.setattr(gemv, "timed", layer_of)
     monkeypatch.setattr(reader.Limits, "now", reader_of)
     first, then = gemv.measure(["int8"], [(64, 128)], (1,), "cpu", repeats=9)["rows"]
-    assert asked == [("_Float", 3), ("reader", 3)] * 3 + [("QLinear", 3), ("reader", 3), ("_Float", 3)] * 3
-    assert (first["us"], first["limit_us"], first["fraction_of_limit"], first["times_float"]) == (6.0, 4.0, 4 / 6, 1)
-    assert (then["us"], then["limit_us"], then["float_us"], then["times_float"]) == (20.0, 11.0, 24.0, 1.2)
+    assert asked == [("_Float", 3), ("reader", 3)] * 9 + [("QLinear", 3), ("reader", 3), ("_Float", 3)] * 9
+    assert (first["us"], first["limit_us"], first["fraction_of_limit"], first["times_float"]) == (18.0, 10.0, 10 / 18, 1)
+    assert (then["us"], then["limit_us"], then["float_us"], then["times_float"]) == (62.0, 32.0, 66.0, 66 / 62)
+    asked.clear()
+    clock = itertools.count()
+    monkeypatch.setattr(gemv.time, "perf_counter", lambda: 0.5 * next(clock))
+    gemv.measure([], [(64, 128)], (1,), "cpu", repeats=9)
+    assert asked == [("_Float", 3), ("reader", 3)] * 3  # as many as are asked for take more than a second
+    asked.clear()
+    monkeypatch.setattr(gemv.time, "perf_counter", lambda: 5.0 * next(clock))
+    gemv.measure([], [(64, 128)], (1,), "cpu", repeats=9)
+    assert asked == [("_Float", 3), ("reader", 3)]
 
 
 @pytest.mark.gpu

@@ -45,7 +45,7 @@ def test_dots_of_any_shape(
 @pytest.mark.skipif(cpu_panels._dots_available() is not None, reason=cpu_panels._dots_available() or "")
 @pytest.mark.parametrize(
     ("scheme", "least"),
-    [("int4", 16), ("int8", 12), ("int6", 22), ("mxint8", 12), ("int2", 22), ("fp8", 3), ("nf4", 3), ("mxfp8", 3)],
+    [("int4", 14), ("int8", 12), ("int6", 15), ("mxint8", 12), ("int2", 24), ("int3", 24), ("fp8", 3), ("nf4", 3), ("mxfp8", 3)],
 )
 def test_many_rows_of_bfloat16_take_dots(scheme: str, least: int) -> None:
     q = QTensor.quantize(torch.randn(8, 256, generator=torch.Generator().manual_seed(0)), scheme)
