@@ -69,8 +69,8 @@ def timed(
     """The median over walks through all of ``calls``, as of :class:`Walk`; on a GPU in turns with walks through ``beside``.
 
     ``settled``: of walks on a GPU behind others of the same, as many as its clock takes to settle: what computes hard lowers the
-    clock some tens of milliseconds later, also that of what comes after it. Even then the clock swings, by a sixth within a
-    second: two that are to be compared take turns.
+    clock some tens of milliseconds later, also that of what comes after it. Even then the clock swings: two that are to be
+    compared take turns.
 
     Raises ``RuntimeError`` where a result is not finite: kernels may have other paths for such numbers.
     """
