@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lowbit import Scheme, quantize_
 from lowbit.command import run
-from lowbit.evals import bars, crossover, figures, gemv, generate, peers, reader, tables, walks
+from lowbit.evals import crossover, figures, gemv, generate, peers, reader, tables, walks
 from lowbit.evals.shapes import SHAPES, random_model
 from lowbit.evals.walks import Times
 from lowbit.recipe import Recipe
@@ -274,68 +274,6 @@ def test_peers_stand_beside_the_others(monkeypatch):
     assert "other 1.0" in figures.as_csv(found)
     assert "| other | other 1.0 |" in tables.gemv_table([{**found, "versions": {"torch": "2"}, "date": "today"}])
     assert gemv.table(found).row_count == 3
-
-
-# ---- bars ------------------------------------------------------------------------------------------------------------
-
-
-def _figures(fraction: float, ratio: float) -> dict:
-    row = {"fraction_of_limit": fraction, "plain_fraction_of_limit": fraction, "times_float": ratio, "plain_us": 10.0}
-    schemes = {r.what.split(",")[0] for r in bars.bars({"rows": []})} - {"int8 times int8"}
-    rows = [
-        {**row, "scheme": scheme, "n": n, "k": k, "m": m, "us": 10.0 + 0.1 * m}
-        for scheme in (*schemes, "int8_dynamic_activation_int8_weight")
-        for n, k in ((4096, 4096), (8192, 8192), (28672, 8192))
-        for m in (1, 8, 16, 64, 2048)
-    ]
-    theirs = [
-        {"bits": bits, "n": n, "k": k, "m": 1, "us": 10.1 * ratio, "plain_us": 10.1 * ratio}
-        for bits in (4, 8)
-        for n, k in ((4096, 4096), (8192, 8192), (28672, 8192))
-    ]
-    return {"rows": rows, "peers": theirs}
-
-
-def test_bars_are_passed_missed_or_not_measured(tmp_path, capsys):
-    assert all(bar.passed for bar in bars.bars(_figures(0.95, 2.0)))
-    missed = bars.bars(_figures(0.5, 0.8))
-    assert not any(bar.passed for bar in missed if "speed at M = 1" not in bar.what)
-    assert all(bar.got is None and not bar.passed for bar in bars.bars({"rows": []}))
-    for found, code, word in (
-        (_figures(0.95, 2.0), 0, "pass"),
-        (_figures(0.5, 0.8), 1, "miss"),
-        ({"rows": []}, 1, "not measured"),
-    ):
-        (tmp_path / "figures.json").write_text(json.dumps(found))
-        with pytest.raises(SystemExit) as end:
-            bars.main([str(tmp_path / "figures.json")])
-        assert (int(end.value.code), word in capsys.readouterr().out) == (code, True)
-
-
-@given(st.floats(0.5, 1.2), st.floats(0.5, 4.0), st.floats(0.5, 3.0), st.floats(0.5, 2.0))
-def test_bars_of_a_cpu(fraction, ratio, of_torch, three):
-    schemes = ("int4", "int8", "int8_dynamic_activation_int4_weight", "int3", "fp6", "mxfp4", "mxfp6", "mxfp8", "nf4")
-    rows = [
-        {"scheme": scheme, "n": n, "k": 4096, "m": m, "us": 8.0 / (three if scheme == "int3" else 1.0)}
-        | {"fraction_of_limit": fraction, "times_float": ratio}
-        for scheme, n, m in itertools.product(schemes, (4096, 11008), (1, 64, 256))
-    ]
-    theirs = [{"bits": bits, "n": n, "k": 4096, "m": 1, "us": 8.0 * of_torch} for bits in (4, 8) for n in (4096, 11008)]
-    figures = {"device": "cpu, 2 threads, avx2", "cold": True, "rows": rows, "peers": theirs}
-    cold = bars.bars(figures)
-    assert len(cold) == 2 * 12 + len(schemes)
-    for bar in cold:
-        got = next(
-            v
-            for word, v in ((": of the limit", fraction), ("torch's", of_torch), ("times int4", three), ("", ratio))
-            if word in bar.what
-        )
-        assert bar.got == pytest.approx(got)
-        assert bar.passed == (bar.got >= bar.need)
-    warm = bars.bars({**figures, "cold": False})
-    assert [bar.need for bar in warm] == [1.5, 2.2]
-    assert all(bar.got == pytest.approx(of_torch) for bar in warm)
-    assert all(bar.got is None for cold in (True, False) for bar in bars.bars({"device": "cpu", "cold": cold, "rows": []}))
 
 
 # ---- crossovers ------------------------------------------------------------------------------------------------------
