@@ -58,7 +58,7 @@ template <class W>
 __device__ __noinline__ float products_beyond(const Digits& a, int64_t tile, int row, int m, int unit) {
   const uint8_t* bytes = a.units + (tile * a.units_of_row + unit) * a.unit_size;
   const int64_t n = tile * rows_of_tile + row;
-  const Groups groups = {a.scale_stored, a.scale_size, !a.row_is_group, {0, 0}};
+  const Groups groups = {a.scale_stored, a.scale_size, !a.row_is_group, false, {0, 0}};
   const uint32_t zero = W::has_zero && a.row_is_group ? a.zero_point[n] : 0;
   const float factor = W::has_outer && a.outer ? a.factor * *a.outer : a.factor;
   const float scale = a.row_is_group ? factor * number_at(a.scale, a.scale_stored, n) : factor;
@@ -130,6 +130,18 @@ struct Copies {
 #endif
 };
 
+// Asked for again rather than kept in registers, which are few.
+struct TilesOfBlock {
+  int64_t first;
+  int count;
+  __device__ __forceinline__ explicit TilesOfBlock(const Digits& a) {
+    int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    first = static_cast<int64_t>(block) * a.fewest_tiles + min(block, a.blocks_with_more);
+    count = a.fewest_tiles + (block < a.blocks_with_more);
+  }
+};
+
 // `W`: the weights, how they are stored and multiplied (IntegerWeights, for one).
 template <class W, int M>
 __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_linear(const __grid_constant__ Digits a) {
@@ -141,8 +153,9 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
   uint32_t hidden = threadIdx.x % 32;
   hide(hidden);  // else the compiler works it out again wherever it is used
   const int lane = static_cast<int>(hidden), warp = threadIdx.x / 32, warps = a.column_warps * a.tile_warps, threads = warps * 32;
-  const int block = blockIdx.x, tiles = a.fewest_tiles + (block < a.blocks_with_more);
-  const int64_t first_tile = static_cast<int64_t>(block) * a.fewest_tiles + min(block, a.blocks_with_more);
+  const TilesOfBlock of_block(a);
+  const int64_t first_tile = of_block.first;
+  const int tiles = of_block.count;
   const uint8_t* weights = a.units + first_tile * a.units_of_row * a.unit_size;
 
   let_dependents_start();
@@ -179,7 +192,7 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
   __syncwarp();
   arrive(2, threads + 32);
 #endif
-  const int column = warp % a.column_warps, first_of_warp = warp / a.column_warps;
+  const int column = warp % a.column_warps;
   const int own = (a.units_of_row - column + a.column_warps - 1) / a.column_warps;
   uint8_t* digits = memory + a.at.digits + warp * a.units_of_pass * slice_size;
   float2* factors = reinterpret_cast<float2*>(memory + a.at.factors) + warp * a.units_of_pass * 8;
@@ -217,12 +230,19 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
   load_x(0);
 #if LOWBIT_BULK_COPIES
   synchronize(1, threads + 32);
+#endif
+  if (has_row) of_row[threadIdx.x] = {factor * (a.row_is_group ? number_of(scale_of_row, a.scale_stored) : 1.0f),
+                                      a.bias ? number_of(bias_of_row, x_stored) : 0.0f};
+#if LOWBIT_BULK_COPIES
   const int ring = a.stages << a.log_of_run;
-  int at = 0, parity = 0, seen = 0;  // in the ring, at the unit that is `seen` in the order of copies
+  int at = 0, parity = 0, seen = 0;  // in the ring, at the unit that was `seen` last in the order of copies
   uint32_t full_at = shared_address(full), free_at = shared_address(free);
   hide(full_at), hide(free_at);
 #endif
 
+  uint32_t are_usual = !a.row_is_group && a.scale_stored == Stored::bfloat16;
+  hide(are_usual);
+  const bool usual = are_usual != 0;
   bool is_finite = true;
 #pragma unroll 1
   for (int first = 0; first == 0 || first < own; first += a.units_of_pass) {
@@ -234,13 +254,17 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
 #pragma unroll
       for (int j = 0; j < together; j++) {
         if (i + j >= units) break;
+        uint8_t* slice = digits + (i + j) * slice_size;
+        const int first_column = (column + (first + i + j) * a.column_warps) * W::columns;
+        if (is_loaded_whole(first_column, W::columns, a.k, a.x_on_16_bytes)) {
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-          const int first_column = (column + (first + i + j) * a.column_warps) * W::columns;
-          const bool is_whole = is_loaded_whole(first_column, W::columns, a.k, a.x_on_16_bytes);
-          is_finite &= digits_of_slice<parts, M, Order>(x[j][m], is_whole, a.x_is_half, m, W::log_of_unit,
-                                                        digits + (i + j) * slice_size, factors + (i + j) * 8);
+          for (int m = 0; m < M; m++) exchange_words(x[j][m], slice + m * parts * 512);
         }
+#pragma unroll
+        for (int m = 0; m < M; m++)
+          is_finite &= a.x_is_half
+                           ? digits_of_slice<parts, M, Order, true>(x[j][m], m, W::log_of_unit, slice, factors + (i + j) * 8)
+                           : digits_of_slice<parts, M, Order, false>(x[j][m], m, W::log_of_unit, slice, factors + (i + j) * 8);
       }
     }
     __syncwarp();
@@ -251,32 +275,38 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
         __syncwarp();
       }
     }
-    if (first == 0 && has_row) of_row[threadIdx.x] = {factor * (a.row_is_group ? number_of(scale_of_row, a.scale_stored) : 1.0f),
-                                                      a.bias ? number_of(bias_of_row, x_stored) : 0.0f};
-    const int first_unit = first * a.column_warps, units_of_tile = min(a.units_of_pass * a.column_warps, a.units_of_row - first_unit);
+    const int first_unit = first * a.column_warps;
+    const int units_of_tile = min(a.units_of_pass * a.column_warps, a.units_of_row - first_unit);
+    const int first_of_warp = a.tile_warps == 1 ? 0 : (warp - column) / a.column_warps;
+    const bool holds = units == 1;  // of a single unit of each tile: then what is held of x serves them all
     typename W::Held held;
     float4 f;
-    bool has_held = false;  // of a single unit of each tile: then that serves them all
+    const auto hold = [&](int i) {
+      held.hold(digits + i * slice_size, shares + i * W::grains * 8, lane, holds);
+      f = *reinterpret_cast<const float4*>(factors + i * 8 + lane % 4 * 2);
+    };
+    if (holds) hold(0);
+#if LOWBIT_BULK_COPIES
+    // In the order of copies: to the first unit of the pass, and from the last one of a tile to the first one of the next.
+    int step = tiles * first_unit + first_of_warp * units_of_tile + column - seen;
+    const int step_of_tile = a.tile_warps * units_of_tile - (units - 1) * a.column_warps;
+#endif
+    Groups groups = {a.scale_stored, a.scale_size, !a.row_is_group, usual, {0, 0}};
 #pragma unroll 1
     for (int tile = first_of_warp; tile < tiles; tile += a.tile_warps) {
-      Groups groups = {a.scale_stored, a.scale_size, !a.row_is_group, {0, 0}};
-      if (has_zero && a.row_is_group) {
-        const int64_t n = (first_tile + tile) * rows_of_tile + lane / 4;
+      if (W::has_zero && !usual && a.row_is_group) {
+        const int64_t n = (TilesOfBlock(a).first + tile) * rows_of_tile + lane / 4;
         groups.zero_of_row = {n < a.n ? a.zero_point[n] : 0, n + 8 < a.n ? a.zero_point[n + 8] : 0};
       }
       float total[4] = {};
 #pragma unroll 1
       for (int i = 0; i < units; i++) {
         float sum[4] = {};
-        if (!has_held) {
-          held.hold(digits + i * slice_size, shares + i * W::grains * 8, lane, units == 1);
-          f = *reinterpret_cast<const float4*>(factors + i * 8 + lane % 4 * 2);
-          has_held = units == 1;
-        }
+        if (!holds) hold(i);
 #if LOWBIT_BULK_COPIES
-        const int place = tiles * first_unit + tile * units_of_tile + column + i * a.column_warps;
-        at += place - seen, seen = place;
+        at += step;
         if (at >= ring) at -= ring, parity ^= 1;
+        step = i + 1 < units ? a.column_warps : step_of_tile;
         const int stage = at >> a.log_of_run;
         wait(full_at + stage * 8, parity);
         uint32_t offset = at * a.unit_size;
@@ -300,28 +330,38 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
       }
       // Digits 0 and 1 are with lane 0 of four (2 for the other row of x, or other columns of one), the last with the next; or
       // each is with a lane of its own.
-      float* rows = partial + (tile * a.column_warps + column) * (M * rows_of_tile) + lane / 4;
+      float sums[M][2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float both = total[2 * half] + total[2 * half + 1];
-        const float third = __shfl_down_sync(0xffffffffu, total[2 * half], 1);
-        float all = both + third;
-        if constexpr (Order::has_digit_a_lane) all += __shfl_down_sync(0xffffffffu, total[2 * half], 2);
-        if constexpr (Order::splits_columns) all += __shfl_down_sync(0xffffffffu, all, 2);
-        if (lane % 4 == 0) rows[half * 8] = (first ? rows[half * 8] : 0.0f) + all;
-        if constexpr (M > 1) {
-          const float other = __shfl_up_sync(0xffffffffu, total[2 * half + 1], 1);
-          if (lane % 4 == 2) rows[half * 8 + rows_of_tile] = (first ? rows[half * 8 + rows_of_tile] : 0.0f) + (both + other);
+        sums[0][half] = both + __shfl_down_sync(0xffffffffu, total[2 * half], 1);
+        if constexpr (Order::has_digit_a_lane) sums[0][half] += __shfl_down_sync(0xffffffffu, total[2 * half], 2);
+        if constexpr (Order::splits_columns) sums[0][half] += __shfl_down_sync(0xffffffffu, sums[0][half], 2);
+        if constexpr (M > 1) sums[1][half] = both + __shfl_up_sync(0xffffffffu, total[2 * half + 1], 1);
+      }
+      float* rows = partial + (tile * a.column_warps + column) * (M * rows_of_tile) + lane / 4;
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+        if (lane % 4 != 2 * m) continue;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          float* to = rows + m * rows_of_tile + half * 8;
+          *to = first ? *to + sums[m][half] : sums[m][half];
         }
       }
     }
+#if LOWBIT_BULK_COPIES
+    // Where there are several passes there is one warp for all tiles.
+    seen = tiles * first_unit + (tiles - 1) * units_of_tile + column + (units - 1) * a.column_warps;
+#endif
   }
 
   is_finite = synchronize_and(1, threads, is_finite);
+  const TilesOfBlock written(a);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < tiles * rows_of_tile; i += threads) {
+  for (int i = threadIdx.x; i < written.count * rows_of_tile; i += threads) {
     const int tile = i / rows_of_tile, row = i % rows_of_tile;
-    const int64_t n = first_tile * rows_of_tile + i;
+    const int64_t n = written.first * rows_of_tile + i;
     if (n >= a.n) continue;
     const float2 constants = of_row[i];
 #pragma unroll
@@ -337,7 +377,7 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
         for (int j = 0; j < 8; j++) sum += eight[j];
       }
       sum *= constants.x;
-      if (!is_finite) sum += products_beyond<W>(a, first_tile + tile, row, m);
+      if (!is_finite) sum += products_beyond<W>(a, written.first + tile, row, m);
       if (a.bias) sum += constants.y;
       const __half half = from_float<__half>(sum);
       const __nv_bfloat16 brain = from_float<__nv_bfloat16>(sum);

@@ -18,14 +18,16 @@ namespace lowbit::cuda {
 // Of two steps: for both parities three digits, 64 bytes each, a lane's 16 bytes together: for the first and the second 16
 // columns of the steps two registers of operand B.
 struct DigitsByParity {
-  static constexpr int size_of_parity = 3 * 64, size_of_pair = 2 * size_of_parity;
+  static constexpr int size_of_parity = 3 * 64, size_of_pair = 2 * size_of_parity, size_of_part = 4 * size_of_pair;
   static constexpr bool splits_columns = true, has_digit_a_lane = false;
   __device__ static __forceinline__ int digit_of(int column) { return DigitsByStep<1>::digit_of(column); }
 
-  __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int row, int step, uint8_t* digits) {
-    const int lane = threadIdx.x % 32, parity = step % 2;
+  __device__ static __forceinline__ int place_to(int lane) {
+    return lane / 8 * size_of_pair + lane / 4 % 2 * size_of_parity + lane % 4 * 16;
+  }
+  __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int row, uint8_t* to) {
+    const int parity = threadIdx.x / 4 % 2;
     const uint32_t turned = 0x00800080u << 8 * parity;
-    uint8_t* to = digits + step / 2 * size_of_pair + parity * size_of_parity + lane % 4 * 16;
 #pragma unroll
     for (int d = 0; d < 3; d++) {
       const uint32_t take = parity ? 0x0303u | d << 4 | (4 + d) << 12 : 0x3030u | d | (4 + d) << 8;  // byte 3 is 0

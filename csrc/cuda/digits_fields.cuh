@@ -17,28 +17,26 @@ namespace lowbit::cuda {
 // that lane % 4 = d has the sums with digit d of both (columns 6 and 7 repeat 0 and 1, and count nothing). Four steps lie
 // together: for each digit and parity 64 bytes, of which 16 are a lane's registers for two pairs of steps.
 struct DigitsByPair {
-  static constexpr int size_of_quad = 384, size_of_pair = size_of_quad / 2;
+  static constexpr int size_of_quad = 384, size_of_pair = size_of_quad / 2, size_of_part = 2 * size_of_quad;
   static constexpr bool splits_columns = false, has_digit_a_lane = true;
-  __device__ static __forceinline__ int digit_of(int column) { return column / 2 % 3; }
-  __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int, int step, uint8_t* digits) {
+  __device__ static __forceinline__ int place_to(int lane) {
+    return lane / 16 * size_of_quad + lane / 4 % 2 * 64 + lane % 4 * 16 + lane / 8 % 2 * 8;
+  }
+  __device__ static __forceinline__ int digit_of(int column) { return column < 6 ? column / 2 : 0; }
+  __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int, uint8_t* to) {
     uint2 digit[3];
     take_digits(biased, digit);
-    uint8_t* to = digits + step / 4 * size_of_quad + step % 2 * 64 + threadIdx.x % 4 * 16 + step % 4 / 2 * 8;
 #pragma unroll
     for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(to + d * 128) = digit[d];
   }
   // Where a lane finds its registers of operand B.
-  __device__ static __forceinline__ int place_of(int lane) { return lane / 4 % 6 * 64 + lane % 4 * 16; }
+  __device__ static __forceinline__ int place_of(int lane) { return (lane / 4 - (lane < 24 ? 0 : 6)) * 64 + lane % 4 * 16; }
 };
 
 // The same for steps four apart, of eight that lie together.
 struct DigitsByHalf : DigitsByPair {
-  __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int, int step, uint8_t* digits) {
-    uint2 digit[3];
-    take_digits(biased, digit);
-    uint8_t* to = digits + (step / 8 * 2 + step % 4 / 2) * size_of_quad + step % 8 / 4 * 64 + threadIdx.x % 4 * 16 + step % 2 * 8;
-#pragma unroll
-    for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(to + d * 128) = digit[d];
+  __device__ static __forceinline__ int place_to(int lane) {
+    return lane / 8 % 2 * size_of_quad + lane / 16 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8;
   }
 };
 
@@ -49,10 +47,9 @@ __device__ __forceinline__ int product_on(int a, int b, int c) {
   return sum;
 }
 
-// The four words of a lane with all but the bits of `mask` taken away and those of `flipped` turned over.
-__device__ __forceinline__ void masked(const uint4& words, uint32_t mask, uint32_t flipped, uint32_t (&a)[4]) {
-  a[0] = words.x & mask ^ flipped, a[1] = words.y & mask ^ flipped;
-  a[2] = words.z & mask ^ flipped, a[3] = words.w & mask ^ flipped;
+// The four words of a lane with all but the bits of `mask` taken away.
+__device__ __forceinline__ void masked(const uint4& words, uint32_t mask, uint32_t (&a)[4]) {
+  a[0] = words.x & mask, a[1] = words.y & mask, a[2] = words.z & mask, a[3] = words.w & mask;
 }
 
 // Adds the products of four steps to the integers of their groups, [group][row of W], which count 2^-log. `flips`: codes have a
@@ -60,10 +57,13 @@ __device__ __forceinline__ void masked(const uint4& words, uint32_t mask, uint32
 template <int width, int log, int grain, bool flips>
 __device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, const uint4& b, int (&v)[4 / grain][2]) {
   constexpr int fields = 8 / width;
-  const auto word = [&](int i) { return *reinterpret_cast<const uint4*>(lane_codes + (quad * 4 / fields + i) * 512); };
+  const auto word = [&](int i) {
+    constexpr uint32_t signs = flips ? (0xffu / ((1u << width) - 1) << width - 1) * 0x01010101u : 0;
+    const uint4 four = *reinterpret_cast<const uint4*>(lane_codes + (quad * 4 / fields + i) * 512);
+    return uint4{four.x ^ signs, four.y ^ signs, four.z ^ signs, four.w ^ signs};
+  };
   if constexpr (width == 4) {  // two sums for two steps; the second pair of a group goes on with those of the first
     constexpr int length = grain == 4 ? 2 : 1, up = log - 4;
-    constexpr uint32_t sign = flips ? 0x08080808u : 0;
 #pragma unroll
     for (int first = 0; first < 2; first += length) {
       int lows[4] = {}, bytes[4] = {};
@@ -71,8 +71,8 @@ __device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, 
       for (int p = first; p < first + length; p++) {
         const uint4 both = word(p);
         uint32_t a[4], a1[4];
-        masked(both, 0x0f0f0f0fu, sign, a);
-        masked(both, 0xffffffffu, sign | sign << 4, a1);
+        masked(both, 0x0f0f0f0fu, a);
+        masked(both, 0xffffffffu, a1);
         multiply<false>(lows, a, p ? b.z : b.x, p ? b.w : b.y);
         multiply<false>(bytes, a1, p ? b.z : b.x, p ? b.w : b.y);
       }
@@ -89,7 +89,7 @@ __device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, 
       const int at = step % fields * width;
       uint32_t a[4];
       int c[4] = {};
-      masked(all, ((1u << width) - 1 << at) * 0x01010101u, flips ? (1u << at + width - 1) * 0x01010101u : 0, a);
+      masked(all, ((1u << width) - 1 << at) * 0x01010101u, a);
       multiply<false>(c, a, step / 2 ? b.z : b.x, step / 2 ? b.w : b.y);
 #pragma unroll
       for (int row = 0; row < 2; row++) v[step / grain][row] += c[2 * row + step % 2] << log - at;
@@ -213,7 +213,7 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   template <int M>
   __device__ static __forceinline__ void add_products(const uint8_t* unit, const Held& x, const Groups& groups, int lane,
                                                       float (&sum)[4]) {
-    if (groups.are_inside && groups.stored == Stored::bfloat16) {  // as usual: no more choices on the way
+    if (groups.are_usual) {  // no more choices on the way
       add_products_of<true>(unit, x, groups, lane, sum);
     } else {
       add_products_of<false>(unit, x, groups, lane, sum);

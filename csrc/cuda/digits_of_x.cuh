@@ -44,18 +44,19 @@ __device__ __forceinline__ void take_digits(const uint32_t (&biased)[8], uint2 (
   }
 }
 
-// Where the digits of a lane go, here a step at a time.
+// Where the digits of a lane go, here a step at a time. `place_to`: in those of a slice, and `size_of_part` further for each 256
+// columns.
 template <int M>
 struct DigitsByStep {
-  static constexpr int size_of_pair = pair_size<M>;
+  static constexpr int size_of_pair = pair_size<M>, size_of_part = 4 * size_of_pair;
   static constexpr bool splits_columns = false, has_digit_a_lane = false;
+  __device__ static __forceinline__ int place_to(int lane) { return lane / 8 * size_of_pair + lane / 4 % 2 * 8 + lane % 4 * 16; }
   __device__ static __forceinline__ int digit_of(int column) {
     return M == 1 ? (column % 4 == 2 ? 2 : column % 2) : column / 2 == 1 ? 2 : column % 2;
   }
-  __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int row, int step, uint8_t* digits) {
+  __device__ static __forceinline__ void write(const uint32_t (&biased)[8], int row, uint8_t* to) {
     uint2 digit[3];
     take_digits(biased, digit);
-    uint8_t* to = digits + step / 2 * size_of_pair + threadIdx.x % 4 * 16 + step % 2 * 8;
 #pragma unroll
     for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(to + column_of(row, d) * 64) = digit[d];
   }
@@ -73,23 +74,32 @@ __device__ __forceinline__ bool is_loaded_whole(int first, int columns, int k, b
   return on_16_bytes && first + columns <= k;
 }
 
-// Word i of lane j of four for word j of lane i.
-__device__ __forceinline__ void transpose(uint32_t (&w)[4]) {
-  const bool second = threadIdx.x & 2, odd = threadIdx.x & 1;
+// Word i of lane j of four for word j of lane i in each 256 columns, through `room` in shared memory, 512 bytes for each.
+template <int parts>
+__device__ __forceinline__ void exchange_words(uint32_t (&words)[parts][4], uint8_t* room) {
+  const int lane = threadIdx.x % 32;
+  // Sixteen bytes are a quarter of a step of 32 columns, and a row of one of four matrices, which have the same quarter of eight
+  // steps: in an order in which neither the bytes nor the rows that go together meet in a bank.
+  const uint32_t begins = shared_address(room);
+  const uint32_t to = begins + (lane / 4 * 4 + (lane % 4 ^ lane / 8)) * 16;
+  const uint32_t from = begins + (lane % 8 * 4 + (lane / 8 ^ lane % 8 / 2)) * 16;
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, second ? w[i] : w[i + 2], 2);
-    w[i] = second ? other : w[i], w[i + 2] = second ? w[i + 2] : other;
-  }
+  for (int i = 0; i < parts; i++)
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 512), "r"(words[i][0]), "r"(words[i][1]), "r"(words[i][2]),
+                 "r"(words[i][3])
+                 : "memory");
+  __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
-    w[i] = odd ? other : w[i], w[i + 1] = odd ? w[i + 1] : other;
-  }
+  for (int i = 0; i < parts; i++)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[i][0]), "=r"(words[i][1]), "=r"(words[i][2]), "=r"(words[i][3])
+                 : "r"(from + i * 512)
+                 : "memory");
+  __syncwarp();
 }
 
 // The elements of a slice of x that meet a lane's codes: in each step of 32 columns four pairs, eight columns apart; four
-// lanes have a step in each 256. Zeros beyond the row. Where the slice is loaded whole, lanes have yet to be transposed.
+// lanes have a step in each 256. Zeros beyond the row. Where the slice is loaded whole, words have yet to be exchanged.
 template <int parts>
 __device__ __forceinline__ void load_slice(const uint16_t* x, int first, int k, bool on_16_bytes, uint32_t (&words)[parts][4]) {
   const int lane = threadIdx.x % 32, column = first + lane / 4 * 32 + lane % 4 * 2;
@@ -108,17 +118,13 @@ __device__ __forceinline__ void load_slice(const uint16_t* x, int first, int k, 
   }
 }
 
-// The digits of one slice of a row of x, by one warp; `is_whole`: as it was loaded. Digit d of it counts
-// 2^(e - 21 + 8 d - shift): `factors` are, for each of a lane's two columns of the product, that in two factors, since one
-// may be no fp32 number where x is subnormal. Returns whether all of the slice is finite; where it is not its digits are 0.
-template <int parts, int M, class Order>
-__device__ __forceinline__ bool digits_of_slice(uint32_t (&words)[parts][4], bool is_whole, bool is_half, int row, int shift,
-                                                uint8_t* digits, float2* factors) {
+// The digits of one slice of a row of x, by one warp. Digit d of it counts 2^(e - 21 + 8 d - shift): `factors` are, for each of
+// a lane's two columns of the product, that in two factors, since one may be no fp32 number where x is subnormal. Returns
+// whether all of the slice is finite; where it is not its digits are 0.
+template <int parts, int M, class Order, bool is_half>
+__device__ __forceinline__ bool digits_of_slice(const uint32_t (&words)[parts][4], int row, int shift, uint8_t* digits,
+                                                float2* factors) {
   const int lane = threadIdx.x % 32;
-  if (is_whole) {
-#pragma unroll
-    for (int i = 0; i < parts; i++) transpose(words[i]);
-  }
   uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < parts; i++)
@@ -147,12 +153,11 @@ __device__ __forceinline__ bool digits_of_slice(uint32_t (&words)[parts][4], boo
 #pragma unroll
     for (int j = 0; j < 8; j++)  // 1.5 2^23 + X is a float whose low bits are X
       biased[j] = __float_as_uint(fmaf(x[j], factor, 12582912.0f)) + (0x808080u - 0x4b400000u);
-    Order::write(biased, row, i * 8 + lane / 4, digits);
+    Order::write(biased, row, digits + i * Order::size_of_part + Order::place_to(lane));
   }
   if (lane < 8) {  // factors of column lane, the second of lane / 2
-    const int digit = Order::digit_of(lane);
     const int of_row = M == 1 ? 0 : lane == 3 || lane / 2 == 2;
-    const int power = (is_tiny ? e - 100 : e) - 21 + 8 * digit - shift, one = power >> 1;
+    const int power = (is_tiny ? e - 100 : e) - 21 + 8 * Order::digit_of(lane) - shift, one = power >> 1;
     if (of_row == row) factors[lane] = {power_of_two(one), power_of_two(power - one)};
   }
   return is_finite;

@@ -29,6 +29,7 @@ struct Groups {
   Stored stored;
   int scale_size;
   bool are_inside;   // else the whole row is a group, and its scale is applied at the end
+  bool are_usual;    // inside, as bfloat16
   int2 zero_of_row;  // of a lane's two rows
 };
 

@@ -79,6 +79,11 @@ constexpr bool has_nan_of = false;
 template <class Codes>
 constexpr bool has_nan_of<Codes, std::enable_if_t<Codes::has_nan>> = true;
 
+// Whether the scale of a group is multiplied in with the power of two that numbers have to be multiplied by in any case. One of
+// e8m0 times that power may be no bfloat16, and a branch for such scales costs more than the multiplication that it saves.
+template <class Codes, class S>
+constexpr bool folds_scales = !Codes::takes_zero && !S::is_exact && S::scaling == Scaling::e4m3;
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // The pieces of W, each all of a unit or half of it, and the columns of x that a block works on.
 struct Share {
@@ -287,6 +292,9 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
         } else if constexpr (has_rest) {
           const float2 two = scales.template next<T>();
           of_row = parts_of<T>(two.x), of_row8 = parts_of<T>(two.y);
+        } else if constexpr (folds_scales<Codes, S>) {
+          const uint2 two = scales.template next_with_power<T, Codes::power>();
+          row.factor = two.x, row8.factor = two.y;
         } else {
           const uint2 two = scales.template next_exact<T>();
           of_row.high = two.x, of_row8.high = two.y;
@@ -303,7 +311,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
       } else {
         Codes::fragment(constants, held[i / 2], half / 2, half % 2, row, row8, numbers);
       }
-      if (!S::is_exact && has_groups) scale_operand<T, has_rest>(numbers, of_row, of_row8);
+      if constexpr (!S::is_exact && has_groups && !folds_scales<Codes, S>) scale_operand<T, has_rest>(numbers, of_row, of_row8);
 #pragma unroll
       for (int p = 0; p < parts; p++)
 #pragma unroll
@@ -425,11 +433,12 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
       }
     } else {
       constexpr int threads = 64;
+      constexpr float factor = folds_scales<Codes, S> ? 1 << GroupScales<S::scaling>::power_left : 1;
       const int thread = threadIdx.x - (copier_of_x + 1) * 32;
       if (blockIdx.x < a.early)
         prefetch_weights<S, Unit<Codes::bits, 0, false>::columns>(a, a.blocks * part.clusters, thread, threads);
       for (int row = thread; row < rows_of_block; row += threads)
-        ends[row] = end_of<Codes, T>(a, share.first_tile * rows_of_tile + row);
+        ends[row] = end_of<Codes, T>(a, share.first_tile * rows_of_tile + row, factor);
       arrive(arrivals.ends);
     }
   } else {

@@ -137,7 +137,7 @@ template <class Codes, class T>
 cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool rounds_nothing, GemmPlan plan,
                           cudaStream_t stream) {
   constexpr bool is_integer = Codes::takes_zero, is_table = Codes::parts > 1, is_half = std::is_same_v<T, __half>;
-  constexpr bool takes_e8m0 = !is_table && (!is_integer || Codes::bits == 8), takes_e4m3 = !is_integer && Codes::bits == 4;
+  constexpr bool takes_e8m0 = !is_table && (!is_integer || Codes::bits == 8), takes_e4m3 = !is_table && !is_integer && Codes::bits == 4;
   const int group = a.unit.groups ? a.unit.group : 0;
   const bool is_e8m0 = a.scale_type == ScaleType::e8m0, is_e4m3 = a.scale_type == ScaleType::e4m3;
   const bool is_own = a.scale_type == (is_half ? ScaleType::float16 : ScaleType::bfloat16);

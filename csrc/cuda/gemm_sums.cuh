@@ -78,15 +78,15 @@ __device__ __forceinline__ Part part_of(const Gemm& a) {
   return part;
 }
 
-// What a row's sums are multiplied by, and what is added to them.
+// What a row's sums are multiplied by, and what is added to them. `factor`: what they have been divided by.
 template <class Codes, class T>
-__device__ __forceinline__ float2 end_of(const Gemm& a, int64_t n) {
+__device__ __forceinline__ float2 end_of(const Gemm& a, int64_t n, float factor) {
   float2 end = {1.0f, 0.0f};
   if (n >= a.n) return end;
   if (!a.unit.groups) end.x = scale_at(a.scale, a.scale_type, n);
   end.x *= a.factor;
   if (a.outer) end.x *= *a.outer;
-  end.x *= Codes::factor;
+  end.x *= Codes::factor * factor;
   if (a.bias) end.y = to_float(static_cast<const T*>(a.bias)[n]);
   return end;
 }

@@ -53,7 +53,7 @@ struct GroupScales {
     }
   }
 
-  // The same as numbers of T, each twice, where T holds them: its own, powers of two in bfloat16, e4m3 in both types.
+  // The same as numbers of T, each twice, where T holds them: its own, powers of two in bfloat16.
   template <class T>
   __device__ __forceinline__ uint2 next_exact() {
     const uint8_t* at = scales;
@@ -63,19 +63,29 @@ struct GroupScales {
       return {__byte_perm(two, 0, 0x1010), __byte_perm(two, 0, 0x3232)};
     }
     const uint32_t codes = *reinterpret_cast<const uint16_t*>(at);
-    if constexpr (scaling == Scaling::e8m0) {  // the least is a subnormal; the last, infinity here, times zero is NaN
-      const uint32_t two = __vmaxu2(__byte_perm(codes, 0, 0x4140) << 7, 0x00400040u);
-      const uint32_t numbers = fused<T>(two, 0, two);
-      return {__byte_perm(numbers, 0, 0x1010), __byte_perm(numbers, 0, 0x3232)};
+    // The least is a subnormal; the last, infinity here, times zero is NaN.
+    const uint32_t two = __vmaxu2(__byte_perm(codes, 0, 0x4140) << 7, 0x00400040u);
+    const uint32_t numbers = fused<T>(two, 0, two);
+    return {__byte_perm(numbers, 0, 0x1010), __byte_perm(numbers, 0, 0x3232)};
+  }
+
+  // Those of e4m3, 2^-power_left of each, times the power of two that numbers lack (Floats, fragments.cuh), each twice: one
+  // multiplication serves both. With all of the power some would be infinite.
+  static constexpr int power_left = 8;
+  template <class T, int power>
+  __device__ __forceinline__ uint2 next_with_power() {
+    static_assert(scaling == Scaling::e4m3);
+    const uint32_t codes = *reinterpret_cast<const uint16_t*>(scales);
+    scales += step;
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+    if constexpr (std::is_same_v<T, __half>) {
+      const uint32_t two = fused<T>(halves, two_powers<T>(power - power_left), 0x80008000u);
+      return {__byte_perm(two, 0, 0x1010), __byte_perm(two, 0, 0x3232)};
     } else {
-      uint32_t halves;
-      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
-      if constexpr (std::is_same_v<T, __half>) {
-        return {__byte_perm(halves, 0, 0x1010), __byte_perm(halves, 0, 0x3232)};
-      } else {
-        const float2 numbers = __half22float2(reinterpret_cast<const __half2&>(halves));
-        return {twice_in_bfloat16(numbers.x), twice_in_bfloat16(numbers.y)};
-      }
+      const float2 numbers = __half22float2(reinterpret_cast<const __half2&>(halves));
+      const float factor = __uint_as_float((127u + power - power_left) << 23);
+      return {twice_in_bfloat16(numbers.x * factor), twice_in_bfloat16(numbers.y * factor)};
     }
   }
 
