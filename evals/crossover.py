@@ -11,10 +11,12 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lowbit import explain, strict
 from lowbit.recipe import Recipe
@@ -24,7 +26,7 @@ from .figures import as_json
 from .gemv import device_name
 from .results import origin, replace_file
 from .specimens import Specimen
-from .walks import HARD, timed
+from .walks import HARD, Walk, timed
 
 __all__ = ["BATCHES", "SCHEMES", "SHAPES", "measure", "segments"]
 
@@ -69,13 +71,8 @@ def _entry(recipe: Recipe, n: int, k: int, batches: Sequence[int], device: torch
             measured[m] = dict.fromkeys(rows, 0.0)
             continue
         x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
-        times: dict[str, list[float]] = {row: [] for row in rows}
-        is_hard = m > HARD  # then each at the clock that its own work leads to, else in turns
-        for _ in range(1 if is_hard else repeats):
-            for row in rows:
-                with strict(row):
-                    times[row].append(timed(layers, x, chained=n == k, repeats=repeats if is_hard else 1, settled=is_hard).us)
-        measured[m] = {row: statistics.median(found) for row, found in times.items()}
+        walks = {row: Walk([partial(_by, row, layer) for layer in layers], x, n == k) for row in rows}
+        measured[m] = _hard(walks, repeats) if m > HARD else _in_turns(walks, repeats)
     del layers
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -85,6 +82,31 @@ def _entry(recipe: Recipe, n: int, k: int, batches: Sequence[int], device: torch
         "up_to": segments(measured),
         "us": {str(m): {row: round(us, 2) for row, us in rows.items()} for m, rows in several},
     }  # fmt: skip
+
+
+def _by(row: str, layer: nn.Module, x: Tensor) -> Tensor:
+    with strict(row):
+        y: Tensor = layer(x)
+    return y
+
+
+def _in_turns(walks: dict[str, Walk], repeats: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {row: [] for row in walks}
+    for _ in range(repeats):
+        for row, (calls, x, chained) in walks.items():
+            times[row].append(timed(calls, x, chained=chained, repeats=1).us)
+    return {row: statistics.median(found) for row, found in times.items()}
+
+
+def _hard(walks: dict[str, Walk], repeats: int) -> dict[str, float]:
+    """Each in turns with the first one, behind as much of both as a clock takes to settle: what a row takes is what the first
+    one does times their ratio, for a clock that is another one a second later moves both."""
+    (first, base), *others = walks.items()
+    us = {first: timed(base.calls, base.x, chained=base.chained, repeats=repeats, settled=True).us}
+    for row, (calls, x, chained) in others:
+        own = timed(calls, x, chained=chained, repeats=repeats, settled=True, beside=base)
+        us[row] = own.us if own.beside_us is None else us[first] * own.us / own.beside_us
+    return us
 
 
 def segments(measured: dict[int, dict[str, float]]) -> list[tuple[int | None, str]]:

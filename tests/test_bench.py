@@ -15,7 +15,7 @@ from lowbit import Scheme, quantize_
 from lowbit.command import run
 from lowbit.evals import crossover, figures, gemv, generate, peers, reader, tables, walks
 from lowbit.evals.shapes import SHAPES, random_model
-from lowbit.evals.walks import Times
+from lowbit.evals.walks import Times, Walk
 from lowbit.recipe import Recipe
 from lowbit_kernels import crossovers, registry
 
@@ -316,6 +316,23 @@ def test_a_table_in_the_package_names_rows_schemes_and_layouts_that_there_are(pa
         for _, row in entry.up_to:
             assert rows[row].op == entry.op
             assert rows[row].layout == entry.layout
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=3), st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
+def test_rows_of_hard_work_are_compared_at_one_clock(costs, clocks):
+    """However fast the clock is while a row takes turns with the first one, their ratio is what is kept."""
+    at = iter(clocks)
+
+    def timed(calls, x, beside=None, **how):
+        clock = next(at)
+        return Times(calls[0] / clock, calls[0] / clock, True, None if beside is None else beside.calls[0] / clock)
+
+    walks = {str(i): Walk([cost], None) for i, cost in enumerate([1.0, *costs])}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crossover, "timed", timed)
+        found = crossover._hard(walks, repeats=3)
+    assert found["0"] == 1.0 / clocks[0]
+    assert [found[str(i + 1)] / found["0"] for i in range(len(costs))] == pytest.approx(costs)
 
 
 def test_a_table_is_measured_written_and_read(tmp_path, monkeypatch, capsys):
