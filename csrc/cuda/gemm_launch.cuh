@@ -138,6 +138,8 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
                           cudaStream_t stream) {
   constexpr bool is_integer = Codes::takes_zero, is_table = Codes::parts > 1, is_half = std::is_same_v<T, __half>;
   constexpr bool takes_e8m0 = !is_table && (!is_integer || Codes::bits == 8), takes_e4m3 = !is_table && !is_integer && Codes::bits == 4;
+  // float16 holds neither NF4's numbers nor, times any but its own scales, those of others: `may_round` is false for them.
+  constexpr bool rounds_own = !is_half || !is_table;
   const int group = a.unit.groups ? a.unit.group : 0;
   const bool is_e8m0 = a.scale_type == ScaleType::e8m0, is_e4m3 = a.scale_type == ScaleType::e4m3;
   const bool is_own = a.scale_type == (is_half ? ScaleType::float16 : ScaleType::bfloat16);
@@ -166,9 +168,13 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
   LaunchShape launch = nullptr;
   if (are_weights(columns)) {
     if (!group) {
-      launch = weights_of<Codes, T, Scaling::row, 128, is_table ? 128 : 16>(columns);
+      if constexpr (rounds_own) launch = weights_of<Codes, T, Scaling::row, 128, is_table ? 128 : 16>(columns);
     } else if (!is_narrow) {
-      launch = is_own ? rounded_of<Codes, T, Scaling::own>(columns, group) : rounded_of<Codes, T, Scaling::plain>(columns, group);
+      if (is_own) {
+        if constexpr (rounds_own) launch = rounded_of<Codes, T, Scaling::own>(columns, group);
+      } else {
+        if constexpr (!is_half) launch = rounded_of<Codes, T, Scaling::plain>(columns, group);
+      }
     } else if (is_e8m0) {
       if constexpr (takes_e8m0 && !is_half) launch = weights_of<Codes, T, Scaling::e8m0, 32>(columns);
     } else {
