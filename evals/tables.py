@@ -1,8 +1,9 @@
-"""The README's tables, from the figures under ``evals/results``.
+"""The documents' tables, from the figures under ``evals/results``.
 
-    python -m lowbit.evals.tables README.md
+    python -m lowbit.evals.tables README.md docs/*.md
 
-A table named ``demo`` stands between ``<!-- demo:begin -->`` and ``<!-- demo:end -->`` and comes from ``demo*.json``.
+A table named ``demo`` stands in one of them between ``<!-- demo:begin -->`` and ``<!-- demo:end -->`` and comes from
+``demo*.json`` (``speed`` from those of ``gemv``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from .results import replace_file
 
-__all__ = ["TABLES", "RESULTS", "rewritten"]
+__all__ = ["RESULTS", "SOURCES", "TABLES", "rewritten"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -183,8 +184,26 @@ def gemv_table(results: list[dict[str, Any]]) -> str:
     return "\n\n".join(map(_gemv_block, results))
 
 
+def _shape_shown(result: dict[str, Any]) -> tuple[int, int]:
+    return min({(r["n"], r["k"]) for r in result["rows"]}, key=lambda shape: (abs(shape[0] * shape[1] - 8192**2), shape))
+
+
+def speed_table(results: list[dict[str, Any]]) -> str:
+    """One row of x and some schemes in a line each: machines beside each other, where all kernels were free to run cold."""
+    shown = [r for r in results if r.get("cold", True) and not r.get("kernels")]
+    found = [{r["scheme"]: r for r in one["rows"] if (r["n"], r["k"]) == _shape_shown(one) and r["m"] == 1} for one in shown]
+
+    def row(scheme: str) -> tuple[Any, ...]:
+        own = [one[scheme] for one in found]
+        return f"`{scheme}`", *(f"{r['times_float']:.1f} ({r['fraction_of_limit']:.2f})" for r in own)
+
+    sizes = (f"{n} x {k}" for n, k in map(_shape_shown, shown))
+    head = "scheme |" + "|".join(f"{one['device']}, {size}" for one, size in zip(shown, sizes, strict=True))
+    return _markdown(head, (row(scheme) for scheme in _SUMMED_UP))
+
+
 def _gemv_block(result: dict[str, Any]) -> str:
-    n, k = min({(r["n"], r["k"]) for r in result["rows"]}, key=lambda shape: (abs(shape[0] * shape[1] - 8192**2), shape))
+    n, k = _shape_shown(result)
     ours = [{**r, "name": f"`{r['scheme']}`", "by": f"`{r['kernel']}`"} for r in result["rows"]]
     theirs = [{**r, "name": r["peer"], "by": r["version"]} for r in result.get("peers", ())]
     here = [r for r in (*ours, *theirs) if (r["n"], r["k"]) == (n, k)]
@@ -257,6 +276,7 @@ def _host_block(result: dict[str, Any]) -> str:
     return f"{title}\n\n{_markdown('weight |scheme |us|host, us|times float', map(row, result['eager']))}"
 
 
+_SUMMED_UP = ("int8", "int4", "int4_sym", "int3", "fp8", "fp6", "nf4", "mxfp8", "mxfp4", "nvfp4")
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "sqnr": sqnr_table,
     "demo": demo_table,
@@ -267,24 +287,35 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "quality": quality_table,
     "quantizing": quantizing_table,
     "gemv": gemv_table,
+    "speed": speed_table,
     "generate": generate_table,
     "host": host_table,
     "triton": triton_table,
 }
 
 
+SOURCES = {"speed": "gemv"}
+"""Tables whose figures go by another name."""
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Rewrite the tables of a document from the figures in a folder.")
-    parser.add_argument("document", type=Path)
+    parser = argparse.ArgumentParser(description="Rewrite the tables of documents from the figures in a folder.")
+    parser.add_argument("documents", type=Path, nargs="+")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    text = options.document.read_text(encoding="utf-8")
+    texts = {path: path.read_text(encoding="utf-8") for path in options.documents}
     for name, table in TABLES.items():
-        found = sorted(options.results.glob(f"{name}*.json"))
+        source = SOURCES.get(name, name)
+        found = sorted(options.results.glob(f"{source}*.json"))
         if not found:
-            raise SystemExit(f"{options.results} holds no {name}*.json")
-        text = rewritten(text, name, table([json.loads(path.read_text(encoding="utf-8")) for path in found]))
-    replace_file(options.document, text)
+            raise SystemExit(f"{options.results} holds no {source}*.json")
+        places = [path for path, text in texts.items() if f"<!-- {name}:begin -->" in text]
+        if len(places) != 1:
+            raise SystemExit(f"the table {name!r} must stand in one of the documents, found it in {len(places)}")
+        block = table([json.loads(path.read_text(encoding="utf-8")) for path in found])
+        texts[places[0]] = rewritten(texts[places[0]], name, block)
+    for path, text in texts.items():
+        replace_file(path, text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and its generated tables are there."""
+"""The README's example runs as it stands, and the documents' tables are there and up to date."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 import re
 from pathlib import Path
 
+from lowbit.evals import tables
+
 ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_example_runs(tmp_path, monkeypatch, capsys):
@@ -21,11 +24,28 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_every_generated_table_has_its_figures_in_the_results():
-    text = (ROOT / "README.md").read_text()
-    for name in re.findall(r"<!-- (\w+):begin -->", text):
+    text = "".join(path.read_text() for path in DOCUMENTS)
+    names = re.findall(r"<!-- (\w+):begin -->", text)
+    assert sorted(names) == sorted(tables.TABLES)
+    for name in names:
         table = text.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0]
         assert "|" in table, f"the table {name!r} is empty: run its script"
-        assert list((ROOT / "evals" / "results").glob(f"{name}*.json")), f"no results behind the table {name!r}"
+
+
+def test_the_tables_are_those_of_the_results(tmp_path):
+    """Whoever changes a figure writes the documents anew."""
+    copies = [tmp_path / path.name for path in DOCUMENTS]
+    for path, to in zip(DOCUMENTS, copies, strict=True):
+        to.write_text(path.read_text())
+    tables.main([str(path) for path in copies])
+    for path, to in zip(DOCUMENTS, copies, strict=True):
+        assert to.read_text() == path.read_text(), f"run python -m lowbit.evals.tables {' '.join(str(p) for p in DOCUMENTS)}"
+
+
+def test_links_lead_to_files():
+    for path in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            assert link.startswith("https://") or (path.parent / link).exists(), f"{path.name} links to {link}"
 
 
 def test_results_say_where_they_come_from():
