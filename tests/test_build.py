@@ -48,17 +48,10 @@ def test_a_compiler_brings_the_cpu_library() -> None:
 @pytest.mark.parametrize("source", ["gemm_integers_narrow_bf16", "eights"])
 def test_products_of_hopper_stay_in_registers(setup: ModuleType, source: str, tmp_path: Path) -> None:
     """What spills, or waits for each product, or stores y a quarter at a time, is right and slow: only the build tells."""
-    compile_with = setup.nvcc()
-    if compile_with is None:
-        pytest.skip("nvcc is not on this machine")
-    where = ["-gencode=arch=compute_90a,code=sm_90a", f"-isystem={setup.torch_folder() / 'include'}"]
-    flags = [flag for flag in setup.CUDA_FLAGS if "gencode" not in flag]
-    file = ROOT / "csrc" / "cuda" / f"{source}.cu"
-    command = [compile_with, *flags, *where, "-Xptxas=-v", "-c", str(file), "-o", str(tmp_path / "kernels.o")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    kernels = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    said = compiled(setup, source, tmp_path / "kernels.o")
+    kernels = spills(said)
     assert len(kernels) > 4
-    assert set(kernels) == {("0", "0")}
+    assert set(kernels.values()) == {0}
     assert "Potential Performance Loss" not in said
     dump = cuobjdump()
     assert dump, "neither CUDA's folder nor Triton's has cuobjdump: install triton"
@@ -69,6 +62,35 @@ def test_products_of_hopper_stay_in_registers(setup: ModuleType, source: str, tm
         loops = list(loops_of_products(code))
         assert len(loops) > 4
         assert not [loop for loop in loops if "S2UR" in loop], "a loop asks where its shared memory is: let registers hold that"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "usual"), [("digits_int4", "FieldWeights"), ("digits_e2m1", "E2m1Weights")])
+def test_one_row_of_x_meets_four_bits_in_registers(setup: ModuleType, source: str, usual: str, tmp_path: Path) -> None:
+    """A block's seventeen warps have 96 registers a thread: what does not fit waits for memory in front of the products."""
+    kernels = {
+        name: spilled for name, spilled in spills(compiled(setup, source, tmp_path / "kernels.o")).items() if usual in name
+    }
+    assert len(kernels) > 4
+    assert set(kernels.values()) == {0}
+
+
+def compiled(setup: ModuleType, source: str, to: Path) -> str:
+    """What ptxas says of a unit's kernels for sm_90a."""
+    compile_with = setup.nvcc()
+    if compile_with is None:
+        pytest.skip("nvcc is not on this machine")
+    where = ["-gencode=arch=compute_90a,code=sm_90a", f"-isystem={setup.torch_folder() / 'include'}"]
+    flags = [flag for flag in setup.CUDA_FLAGS if "gencode" not in flag]
+    file = ROOT / "csrc" / "cuda" / f"{source}.cu"
+    command = [compile_with, *flags, *where, "-Xptxas=-v", "-c", str(file), "-o", str(to)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def spills(said: str) -> dict[str, int]:
+    """Bytes that each kernel stores and loads for want of registers."""
+    found = re.findall(r"Function properties for (\S+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    return {name: int(stores) + int(loads) for name, stores, loads in found}
 
 
 def cuobjdump() -> str | None:

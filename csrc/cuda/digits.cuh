@@ -148,7 +148,6 @@ __global__ void __launch_bounds__((most_warps_of_digits + 1) * 32, 1) digits_lin
   using Order = typename W::template Order<M>;
   constexpr int parts = W::columns / 256, together = parts * M == 1 ? 2 : 1;  // slices of a row at a time
   constexpr int slice_size = W::columns / 64 * Order::size_of_pair;
-  constexpr bool has_zero = W::has_zero;
   extern __shared__ __align__(128) uint8_t memory[];
   uint32_t hidden = threadIdx.x % 32;
   hide(hidden);  // else the compiler works it out again wherever it is used
