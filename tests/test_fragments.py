@@ -103,15 +103,17 @@ MULTIPLIED = [(ROUNDED, "bf16", torch.bfloat16), (ROUNDED, "fp16", torch.float16
 @pytest.mark.parametrize(("family", "kind", "dtype"), MULTIPLIED)
 @pytest.mark.parametrize("m", [20, 70, 200])
 def test_scales_of_many_sizes_that_multiply_operands(name, family, kind, dtype, m):
-    """Numbers reach operands as small powers of two, and scales of 4 and more would overflow together with what undoes that."""
+    """Numbers reach operands as small powers of two, and large scales would overflow together with what undoes that."""
     torch.manual_seed(0)
     scheme = Scheme(name, 32, "none", kind)
-    n, k = 80, 2080
+    n, k = 200, 2080
     finite = torch.tensor([c for c, value in enumerate(FORMATS[name].values) if math.isfinite(value)], dtype=torch.uint8)
     codes, power = finite[torch.randint(len(finite), (n, k))], torch.randint(-9, 0, (n, k // 32))
     power[16:32] += 12
     power[40, 20] = 12
     power[48:64] = torch.arange(-1, 4).repeat(13)
+    power[150:152] += 24
+    power[198, -1] = 17
     if dtype is torch.float16:  # weights have to fit in it
         power.clamp_(max=math.floor(math.log2(30000 / FORMATS[name].max)))
     if kind == "e8m0":
@@ -122,6 +124,26 @@ def test_scales_of_many_sizes_that_multiply_operands(name, family, kind, dtype, 
     y, weights = product(family, x, codes, scheme, scale)
     exact = x.double() @ weights.T
     assert bool(((y - exact).abs() <= linear_bound(CONTRACTS[family], x.double(), weights, None, exact, dtype)).all())
+
+
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"])
+@pytest.mark.parametrize("m", [1, 30, 128, 300])
+def test_large_and_small_scales_leave_other_tiles_their_bits(name, m):
+    torch.manual_seed(0)
+    scheme = Scheme(name, 32, "none", "e8m0")
+    finite = torch.tensor([c for c, value in enumerate(FORMATS[name].values) if math.isfinite(value)], dtype=torch.uint8)
+    codes, scale = finite[torch.randint(len(finite), (136, 1000))], torch.randint(110, 128, (136, 32), dtype=torch.uint8)
+    x = (torch.randn(m, 1000) / 64 / FORMATS[name].max).to(torch.bfloat16)
+    plain, _ = product(GEMM, x, codes, scheme, scale)
+    for first, last, low, high in ((17, 18, 128, 160), (135, 136, 128, 160), (64, 80, 130, 145), (40, 48, 20, 40)):
+        other = scale.clone()
+        other[first:last] = torch.randint(low, high, (last - first, 32), dtype=torch.uint8)
+        y, weights = product(GEMM, x, codes, scheme, other)
+        exact = x.double() @ weights.T
+        assert bool(((y - exact).abs() <= linear_bound("exact", x.double(), weights, None, exact, torch.bfloat16)).all())
+        apart = torch.ones(136, dtype=torch.bool)
+        apart[first // 16 * 16 : (last + 15) // 16 * 16] = False
+        assert torch.equal(y[:, apart], plain[:, apart])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -256,6 +256,8 @@ struct Floats {
   static __device__ __forceinline__ Row row_with_e8m0(uint32_t scale) {
     return {scale * twice(1u << mantissa) + twice(static_cast<uint32_t>(Sixteen<T>::bias - 127 + power) << mantissa)};
   }
+  // Their products with numbers divided by 2^left_of_e8m0 are as exact as without, and up to most_e8m0 the factor is finite.
+  static constexpr int left_of_e8m0 = lowest_bit < -6 ? 0 : 6 + lowest_bit, most_e8m0 = 254 - power + left_of_e8m0;
   // So are those that are normal numbers of e4m3, here with 2^-8 left to multiply, which keeps the factor from overflowing.
   static __device__ __forceinline__ Row row_with_e4m3(uint32_t scale) {
     return {scale * twice(1u << (mantissa - 3)) + twice(static_cast<uint32_t>(Sixteen<T>::bias - 7 - 8 + power) << mantissa)};

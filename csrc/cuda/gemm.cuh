@@ -16,6 +16,7 @@
 #include <algorithm>
 
 #include "fragments.cuh"
+#include "gemm_again.cuh"
 #include "gemm_arguments.cuh"
 #include "gemm_sums.cuh"
 #include "group_scales.cuh"
@@ -46,14 +47,12 @@ struct Shape {
 constexpr int place_of_x = 1024;  // boxes lie on that; barriers come first: where they are is known at once
 template <class S>
 Places places_of(const Gemm& a, int table_bytes) {
-  constexpr int begins = 1024;  // what the system keeps of a block's shared memory
   Places at;
   at.weights = place_of_x + a.x_stages * S::stage_bytes;
   const int rings = at.weights + a.weight_stages * tiles_of_block * a.unit.pitch();
   at.sums = a.sums_apart ? rings : place_of_x;
   at.ends = std::max(rings, at.sums + bytes_of_meeting<S::columns>(a.blocks)) + 15 & ~15;
   at.table = at.ends + rows_of_block * static_cast<int>(sizeof(float2));
-  if (table_bytes) at.table = (begins + at.table + table_bytes - 1) / table_bytes * table_bytes - begins;
   at.total = at.table + table_bytes;
   return at;
 }
@@ -62,6 +61,17 @@ template <class Codes, class = void>
 constexpr int table_bytes_of = 0;
 template <class Codes>
 constexpr int table_bytes_of<Codes, std::enable_if_t<(Codes::table_bytes > 0)>> = Codes::table_bytes;
+
+// The codes as a kernel of so many rows of x takes them: with 64 the other half of a large table is better spent on sums that meet,
+// with 256 there is no room for it.
+template <class Codes, int columns, class = void>
+struct CodesOf {
+  using Type = Codes;
+};
+template <class Codes, int columns>
+struct CodesOf<Codes, columns, std::enable_if_t<(Codes::table_bytes > 0 && (columns == 64 || columns == 256))>> {
+  using Type = typename Codes::Smaller;
+};
 
 // Stages of x that are passed together: those of a piece, of which the ring then is a multiple, so that where each lies is known
 // from where the first does. Beside a table there is no room for four large ones.
@@ -79,10 +89,20 @@ constexpr bool has_nan_of = false;
 template <class Codes>
 constexpr bool has_nan_of<Codes, std::enable_if_t<Codes::has_nan>> = true;
 
-// Whether the scale of a group is multiplied in with the power of two that numbers have to be multiplied by in any case. One of
-// e8m0 times that power may be no bfloat16, and a branch for such scales costs more than the multiplication that it saves.
+// Whether the scale of a group is multiplied in with the power of two that numbers have to be multiplied by in any case, of which
+// 2^power_left is left for the sums. Scales of e8m0 that are too large for that are found out at the end, since to look at them
+// before each product costs more than the multiplication that this saves; then all is done again (gemm_again.cuh).
 template <class Codes, class S>
-constexpr bool folds_scales = !Codes::takes_zero && !S::is_exact && S::scaling == Scaling::e4m3;
+constexpr bool folds_scales = !Codes::takes_zero && !S::is_exact && (S::scaling == Scaling::e4m3 || S::scaling == Scaling::e8m0);
+template <class Codes, class S>
+__host__ __device__ constexpr int power_left() {
+  if constexpr (!folds_scales<Codes, S>)
+    return 0;
+  else if constexpr (S::scaling == Scaling::e4m3)
+    return 8;
+  else
+    return Codes::left_of_e8m0;
+}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // The pieces of W, each all of a unit or half of it, and the columns of x that a block works on.
@@ -276,6 +296,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
     }
   };
   uint32_t largest[2] = {}, largest_used[2];  // codes of each row, without their signs
+  uint32_t largest_scale = 0, largest_scale_used = 0;
   float2 now = {1.0f, 1.0f};
   ScaleParts of_row, of_row8;
   const auto decode = [&](int g) {
@@ -293,7 +314,8 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
           const float2 two = scales.template next<T>();
           of_row = parts_of<T>(two.x), of_row8 = parts_of<T>(two.y);
         } else if constexpr (folds_scales<Codes, S>) {
-          const uint2 two = scales.template next_with_power<T, Codes::power>();
+          constexpr int power = Codes::power - power_left<Codes, S>();
+          const uint2 two = scales.template next_with_power<T, power>(largest_scale);
           row.factor = two.x, row8.factor = two.y;
         } else {
           const uint2 two = scales.template next_exact<T>();
@@ -360,7 +382,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
       if (g + ahead == batches) {
         if (u + 1 < share.last && (u + 1) % pieces == 0) wait(weights.full + weights.stage, weights.parity);
         go_to_piece(u + 1);  // behind the last one there is no other: what is decoded then is not used
-        largest_used[0] = largest[0], largest_used[1] = largest[1];
+        largest_used[0] = largest[0], largest_used[1] = largest[1], largest_scale_used = largest_scale;
       }
       if (g + ahead >= batches) read(g + ahead - batches);
       wait_for_products<behind>();
@@ -379,6 +401,12 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Share& share, uint
   }
   wait_for_products<0>();
   hold_registers(total);
+  if constexpr (folds_scales<Codes, S> && S::scaling == Scaling::e8m0) {
+    const bool is_here = share.first_tile + tile < a.tiles;
+    if (__any_sync(~0u, is_here && largest_scale_used > Codes::most_e8m0))
+      multiply_again<Codes, T, S>(a, share.first * piece_columns, share.last * piece_columns, share.first_tile + tile,
+                                  share.first_row_of_x, constants, total);
+  }
   if constexpr (has_nan_of<Codes>) {
     if (share.first == share.last) return;
     const auto is_nan = [&](uint32_t two) {
@@ -433,7 +461,7 @@ __global__ void __launch_bounds__(S::threads, 1) tiles_gemm(const __grid_constan
       }
     } else {
       constexpr int threads = 64;
-      constexpr float factor = folds_scales<Codes, S> ? 1 << GroupScales<S::scaling>::power_left : 1;
+      constexpr float factor = 1 << power_left<Codes, S>();
       const int thread = threadIdx.x - (copier_of_x + 1) * 32;
       if (blockIdx.x < a.early)
         prefetch_weights<S, Unit<Codes::bits, 0, false>::columns>(a, a.blocks * part.clusters, thread, threads);

@@ -31,6 +31,7 @@ struct Places {
 struct Gemm {
   CUtensorMap x;          // [m, k] in boxes of 64 columns and the rows of a tile of y
   CUtensorMap last_of_x;  // the same in boxes of the last tile's rows, where those are fewer
+  const void* plain_x;    // [m, k] without boxes
   const uint8_t* units;   // [tiles][units_of_row]
   UnitPlan unit;
   ScaleType scale_type;
@@ -41,7 +42,7 @@ struct Gemm {
   const void* bias;           // [n] of x's type, or null
   void* y;                    // [m, n]
   int64_t n, tiles;
-  int m, units_of_row, pieces_of_row, group_shift, weight_stages, x_stages;
+  int m, k, units_of_row, pieces_of_row, group_shift, weight_stages, x_stages;
   Places at;
   int before_x;                // units of W that are asked for before x has come
   int early;                   // blocks that begin long before the others

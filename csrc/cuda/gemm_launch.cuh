@@ -17,8 +17,9 @@ using LaunchShape = cudaError_t (*)(Gemm, const void* x, int64_t k, bool is_earl
 cudaError_t describe_x(CUtensorMap* map, bool x_is_half, const void* x, int64_t rows, int64_t k, int rows_of_box);
 cudaError_t is_capturing(cudaStream_t stream, bool* answer);
 
-template <class Codes, class T, class S>
+template <class Family, class T, class S>
 cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaStream_t stream) {
+  using Codes = typename CodesOf<Family, S::columns>::Type;
   constexpr int most_memory = 227 * 1024, table = table_bytes_of<Codes>;
   const auto kernel = tiles_gemm<Codes, T, S>;
   static std::atomic<bool> may_use_all[64];
@@ -36,6 +37,8 @@ cudaError_t launch_shape(Gemm a, const void* x, int64_t k, bool is_early, cudaSt
   cudaError_t error = a.m < S::columns ? cudaSuccess : describe(a.x, S::columns);
   if (error == cudaSuccess && a.m % S::columns) error = describe(a.last_of_x, a.m % S::columns);
   if (error != cudaSuccess) return error;
+  a.plain_x = x;
+  a.k = static_cast<int>(k);
   // Weights: no more than a block has to do; x: what is left. A stage of either is 8 to 70 KB. Where sums that meet have a place
   // of their own, no block has to wait until others have read what was copied: that is worth some stages.
   const int64_t tiles = (a.tiles + tiles_of_block - 1) / tiles_of_block * ((a.m + S::columns - 1) / S::columns);
@@ -153,8 +156,8 @@ cudaError_t launch_family(Gemm a, const void* x, int64_t k, bool may_round, bool
     return columns == 64 || (group && is_own);
   };
   using Some = ExactShape<Codes, Scaling::plain, 64, 128>;
-  Kernels kernels = {{}, {}, Codes::bits, is_integer, is_table, is_narrow, reinterpret_cast<const void*>(tiles_gemm<Codes, T, Some>),
-                     Some::threads};
+  const auto some = tiles_gemm<typename CodesOf<Codes, Some::columns>::Type, T, Some>;
+  Kernels kernels = {{}, {}, Codes::bits, is_integer, is_table, is_narrow, reinterpret_cast<const void*>(some), Some::threads};
   for (int i = 0; i < Kernels::sizes; i++) {
     kernels.takes[i] = takes(Kernels::columns(i));
     kernels.are_weights[i] = are_weights(Kernels::columns(i));

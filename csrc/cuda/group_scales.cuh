@@ -69,22 +69,29 @@ struct GroupScales {
     return {__byte_perm(numbers, 0, 0x1010), __byte_perm(numbers, 0, 0x3232)};
   }
 
-  // Those of e4m3, 2^-power_left of each, times the power of two that numbers lack (Floats, fragments.cuh), each twice: one
-  // multiplication serves both. With all of the power some would be infinite.
-  static constexpr int power_left = 8;
+  // Narrow ones times 2^power, each twice: one multiplication serves the scale and the power of two that numbers lack (Floats,
+  // fragments.cuh). With all of that power some would be infinite, so `power` is less. Those of e8m0 may still be too large:
+  // `largest` is the largest code so far.
   template <class T, int power>
-  __device__ __forceinline__ uint2 next_with_power() {
-    static_assert(scaling == Scaling::e4m3);
-    const uint32_t codes = *reinterpret_cast<const uint16_t*>(scales);
+  __device__ __forceinline__ uint2 next_with_power(uint32_t& largest) {
+    static_assert(scaling == Scaling::e4m3 || scaling == Scaling::e8m0);
+    const uint8_t* at = scales;
     scales += step;
+    if constexpr (scaling == Scaling::e8m0) {
+      static_assert(std::is_same_v<T, __nv_bfloat16>);
+      const uint32_t row = at[0], row8 = at[1];
+      largest = __vimax3_u32(largest, row, row8);
+      return {row * twice(128) + twice(power * 128), row8 * twice(128) + twice(power * 128)};
+    }
+    const uint32_t codes = *reinterpret_cast<const uint16_t*>(at);
     uint32_t halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
     if constexpr (std::is_same_v<T, __half>) {
-      const uint32_t two = fused<T>(halves, two_powers<T>(power - power_left), 0x80008000u);
+      const uint32_t two = fused<T>(halves, two_powers<T>(power), 0x80008000u);
       return {__byte_perm(two, 0, 0x1010), __byte_perm(two, 0, 0x3232)};
     } else {
       const float2 numbers = __half22float2(reinterpret_cast<const __half2&>(halves));
-      const float factor = __uint_as_float((127u + power - power_left) << 23);
+      const float factor = __uint_as_float((127u + power) << 23);
       return {twice_in_bfloat16(numbers.x * factor), twice_in_bfloat16(numbers.y * factor)};
     }
   }

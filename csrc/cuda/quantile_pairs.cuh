@@ -2,21 +2,23 @@
 //
 // The numbers of fragments.cuh's Quantiles, first and second part, of two neighbours of a row lie in a table of 256 pairs, where
 // a lane finds both operands in one load of eight bytes. Each of sixteen lanes has a column of its own, so that no two lanes of
-// a half warp meet in a bank.
+// a half warp meet in a bank. Where a pair has 256 bytes, of which half is left empty, two codes are a byte of its address, and one
+// permutation of bytes makes that; where it has 128, a shift and a mask do, and there is room for more of x.
 #pragma once
 
 #include "fragments.cuh"
 
 namespace lowbit::cuda {
 
-template <class T>
+template <class T, int pitch_ = 256>
 struct QuantilePairs {
   static constexpr int bits = 4, parts = 2;
   static constexpr bool takes_zero = false;
   static constexpr float factor = Quantiles<T>::factor;
-  static constexpr int pitch = 128, table_bytes = 256 * pitch;  // which the table's address is a multiple of, too
+  static constexpr int pitch = pitch_, table_bytes = 256 * pitch;
+  using Smaller = QuantilePairs<T, 128>;
   struct Constants {
-    uint32_t column;  // of this lane, in the table
+    uint32_t table, column;  // where it lies, and in it that of this lane
   };
   struct Row {};
 
@@ -33,7 +35,7 @@ struct QuantilePairs {
   }
 
   static __device__ __forceinline__ Constants constants(bool, const uint8_t* table) {
-    return {shared_address(table) | threadIdx.x % 16 * 8};
+    return {shared_address(table), threadIdx.x % 16 * 8};
   }
   static __device__ __forceinline__ Row row(uint32_t) { return {}; }
 
@@ -48,8 +50,10 @@ struct QuantilePairs {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int byte = step % 2 * 2 + i / 2;
-      const uint32_t place = shifted_left(pairs_of(held.word[0][i % 2 + 2 * half]), 7 - 8 * byte);
-      const uint32_t address = and_or(place, 0x7f80u, constants.column);
+      const uint32_t pairs = pairs_of(held.word[0][i % 2 + 2 * half]);
+      const uint32_t place = pitch == 256 ? __byte_perm(pairs, constants.column, 0x5504 | byte << 4)
+                                          : and_or(shifted_left(pairs, 7 - 8 * byte), 0x7f80u, constants.column);
+      const uint32_t address = constants.table + place;
       asm("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a[0][i]), "=r"(a[1][i]) : "r"(address));
     }
   }
