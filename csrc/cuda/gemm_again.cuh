@@ -1,7 +1,8 @@
 // The products of a tile once more, for scales of e8m0 that are too large to be multiplied in with a number's own power of two.
 //
-// No model is known to have such scales (more than 2^7 for e4m3, 2^6 for e2m1, 2^4 for e2m3), so this is short rather than fast:
-// a warp reads its units and x from memory. It rounds no more than the other way does.
+// Scales are more than 2^7 for e4m3, 2^6 for e2m1 or 2^4 for e2m3 only where weights reach 120 to some ten thousand, which trained
+// ones are far from, so this is short rather than fast: a warp reads its units and x from memory. It rounds no more than the other
+// way does.
 #pragma once
 
 #include "gemm_arguments.cuh"
@@ -20,6 +21,7 @@ __device__ __forceinline__ void multiply_again(const Gemm& a, int first, int las
   static_assert(S::group == 32);
   const int lane = threadIdx.x % 32;
   const auto row = Codes::row(0);
+  wait_for_predecessors();  // for x; they have ended
 #pragma unroll 1
   for (int octet = 0; octet < S::columns / 8; octet += octets) {
     float sum[octets][4] = {};
