@@ -1,11 +1,10 @@
 """Weights loaded per second: every kernel against the limit of reading its bytes, in one run, weights cold.
 
 Each figure is the median over walks through enough copies of a weight to leave the last-level cache cold (or, where that is
-asked for, over one, which stays in the cache if it fits there). On a GPU a walk is one CUDA graph; on a CPU, which others
-use too, walks take turns with some that only read and with some of the float weight. Where N = K each product takes the one
-before it as its x, so that a kernel which starts early still has to wait for it. The float weight runs beside the quantized
-ones, under the same conditions: where rows of x are many enough to make a GPU lower its clock, each is timed once its own
-work has done so, in turns with the float weight, since that clock swings.
+asked for, over one, which stays in the cache if it fits there). On a GPU a walk is one CUDA graph. Where N = K each product takes
+the one before it as its x, so that a kernel which starts early still has to wait for it. Walks take turns with some of the float
+weight, since a GPU's clock swings, and on a CPU, which others use too, with some that only read; where rows of x are many enough
+to make a GPU lower its clock, they are timed once their own work has done so.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ def measure(
     ``schemes``: recipes, or their names. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
     ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. ``kernels``: the rows of
     the registry that may run, all if none is named. Returns plain data:
-    ``rows`` as of :func:`row_of` (on a CPU, and on a GPU where the work is hard, with ``float_us``, F.linear's in turns with it),
-    ``peers``, the same for them, and ``failures``, each with the error of a figure that could not be taken.
+    ``rows`` as of :func:`row_of` (with ``float_us``, F.linear's in turns with it), ``peers``, the same without that, and
+    ``failures``, each with the error of a figure that could not be taken.
     ``keep`` is called with what there is after each shape, so that a run that is ended early leaves something.
     """
     where = torch.device(device)
@@ -151,7 +150,7 @@ class _Run(NamedTuple):
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """(M, its row), or the error in place of the row; the copies of the weight serve every M.
 
-        ``floats``: the float weight's walk by M, which its own rows leave for those of the recipes: on a CPU, and of hard work.
+        ``floats``: the float weight's walk by M, which its own rows leave for those of the recipes.
 
         The largest M first, and a rest behind them: what computes hard lowers a GPU's clock for some tenths of a second, which
         every kernel shows that is not bound by the memory alone. Such walks are timed at the clock that they lead to themselves,
@@ -171,7 +170,7 @@ class _Run(NamedTuple):
                 x = torch.randn(m, k, dtype=self.dtype, device=self.device)
                 with strict(*self.kernels) if self.kernels else contextlib.nullcontext():
                     times, limit, float_us = self._timed(layers, x, n == k, size, floats.get(m))
-                    if recipe is None and (self.device.type == "cpu" or m > HARD):
+                    if recipe is None:
                         floats[m] = Walk(layers, x, n == k)
                     with trace_kernels() as trace:
                         layers[0](x)

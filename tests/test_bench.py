@@ -78,11 +78,11 @@ def test_on_a_cpu_a_layer_takes_turns_with_the_reader_and_the_float_layer(monkey
 
 
 @pytest.mark.gpu
-def test_hard_work_of_a_gpu_takes_turns_with_the_float_layer():
+def test_on_a_gpu_a_layer_takes_turns_with_the_float_layer():
     first, then, hard, behind = gemv.measure(["int4"], [(256, 256)], (1, walks.HARD + 1), "cuda", repeats=1)["rows"]
-    assert not {"float_us"} & {*first, *then, *hard}
+    assert not {"float_us"} & {*first, *hard}
     assert first["times_float"] == hard["times_float"] == 1
-    assert behind["times_float"] == behind["float_us"] / behind["us"]
+    assert all(row["times_float"] == row["float_us"] / row["us"] for row in (then, behind))
 
 
 def test_a_kernel_that_is_named_is_the_one_that_is_measured():
