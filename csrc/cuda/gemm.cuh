@@ -13,11 +13,11 @@
 // Weights never change, so their copies start before the kernel that writes x has ended.
 #pragma once
 
-#include <algorithm>
-
 #include "fragments.cuh"
 #include "gemm_again.cuh"
 #include "gemm_arguments.cuh"
+#include "gemm_copies.cuh"
+#include "gemm_shape.cuh"
 #include "gemm_sums.cuh"
 #include "group_scales.cuh"
 #include "numbers.cuh"
@@ -27,189 +27,10 @@
 
 namespace lowbit::cuda {
 
-constexpr int columns_of_box = 64, most_stages = 8;
 constexpr int copier_of_weights = tiles_of_block, copier_of_x = tiles_of_block + 1;  // warps
 constexpr int begun = 2;  // a barrier of all threads: those in shared memory have been started
 
-// How a block works: rows of x that it takes, columns of W whose products are under way together; the columns of a group (none
-// where a row is one), and whether its scale multiplies the sums of their products, or else the operands; how many of those
-// batches are decoded before their products begin.
-template <int columns_, int batch_, int group_, bool is_exact_, Scaling scaling_, int ahead_ = 1>
-struct Shape {
-  static constexpr int columns = columns_, batch = batch_, group = group_, ahead = ahead_;
-  static constexpr bool is_exact = is_exact_;
-  static constexpr Scaling scaling = scaling_;
-  static constexpr int boxes_of_stage = columns == 16 ? 4 : columns <= 64 ? 2 : 1, box_bytes = columns * columns_of_box * 2;
-  static constexpr int stage_columns = boxes_of_stage * columns_of_box, stage_bytes = boxes_of_stage * box_bytes;
-  static constexpr int threads = workers_of_block + 128;
-};
-
-constexpr int place_of_x = 1024;  // boxes lie on that; barriers come first: where they are is known at once
-template <class S>
-Places places_of(const Gemm& a, int table_bytes) {
-  Places at;
-  at.weights = place_of_x + a.x_stages * S::stage_bytes;
-  const int rings = at.weights + a.weight_stages * tiles_of_block * a.unit.pitch();
-  at.sums = a.sums_apart ? rings : place_of_x;
-  at.ends = std::max(rings, at.sums + bytes_of_meeting<S::columns>(a.blocks)) + 15 & ~15;
-  at.table = at.ends + rows_of_block * static_cast<int>(sizeof(float2));
-  at.total = at.table + table_bytes;
-  return at;
-}
-
-template <class Codes, class = void>
-constexpr int table_bytes_of = 0;
-template <class Codes>
-constexpr int table_bytes_of<Codes, std::enable_if_t<(Codes::table_bytes > 0)>> = Codes::table_bytes;
-
-// The codes as a kernel of so many rows of x takes them: with 64 the other half of a large table is better spent on sums that meet,
-// with 256 there is no room for it.
-template <class Codes, int columns, class = void>
-struct CodesOf {
-  using Type = Codes;
-};
-template <class Codes, int columns>
-struct CodesOf<Codes, columns, std::enable_if_t<(Codes::table_bytes > 0 && (columns == 64 || columns == 256))>> {
-  using Type = typename Codes::Smaller;
-};
-
-// Stages of x that are passed together: those of a piece, of which the ring then is a multiple, so that where each lies is known
-// from where the first does. Beside a table there is no room for four large ones.
-template <class Codes, class S>
-constexpr int stages_of_run = table_bytes_of<Codes> > 0 && S::columns == 256
-                                  ? 1
-                                  : columns_of_piece(S::columns, Unit<Codes::bits, 0, false>::columns) / S::stage_columns;
-// Whether that is all of the ring.
-template <class Codes, class S>
-constexpr bool is_ring_a_run = S::columns >= 128 && stages_of_run<Codes, S> > 1;
-
-// Whether a code stands for NaN and none for infinity: then one of them makes all sums of its row NaN, whatever x is.
-template <class Codes, class = void>
-constexpr bool has_nan_of = false;
-template <class Codes>
-constexpr bool has_nan_of<Codes, std::enable_if_t<Codes::has_nan>> = true;
-
-// Whether the scale of a group is multiplied in with the power of two that numbers have to be multiplied by in any case, of which
-// 2^power_left is left for the sums. Scales of e8m0 that are too large for that are found out at the end, since to look at them
-// before each product costs more than the multiplication that this saves; then all is done again (gemm_again.cuh).
-template <class Codes, class S>
-constexpr bool folds_scales = !Codes::takes_zero && !S::is_exact && (S::scaling == Scaling::e4m3 || S::scaling == Scaling::e8m0);
-template <class Codes, class S>
-__host__ __device__ constexpr int power_left() {
-  if constexpr (!folds_scales<Codes, S>)
-    return 0;
-  else if constexpr (S::scaling == Scaling::e4m3)
-    return 8;
-  else
-    return Codes::left_of_e8m0;
-}
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// The pieces of W, each all of a unit or half of it, and the columns of x that a block works on.
-struct Share {
-  int first, last;  // pieces of a row
-  int64_t first_tile;
-  int first_row_of_x;
-};
-
-struct Ring {
-  uint64_t *full, *free;
-  int stages, stage = 0, parity = 0;
-  __device__ Ring(uint64_t* barriers, int stages) : full(barriers), free(barriers + most_stages), stages(stages) {}
-  // By one thread, and all there may be: how many are used is an argument, which is far away. Barriers whose places are constants
-  // start one behind the other; in a loop, or by threads side by side, each would wait for a fence of its own.
-  __device__ __forceinline__ void start() const {
-#pragma unroll
-    for (int i = 0; i < most_stages; i++) start_barrier(full + i, 1), start_barrier(free + i, tiles_of_block);
-  }
-  __device__ void advance(int by = 1) {
-    if ((stage += by) == stages) stage = 0, parity ^= 1;
-  }
-};
-
-// The stages of x in runs, by their places in a piece, which are constants.
-template <int run, bool is_all>
-struct Runs : Ring {
-  __device__ explicit Runs(const Ring& ring) : Ring(ring) {}
-  __device__ __forceinline__ int at(int i) const { return (is_all ? 0 : stage) + i % run; }
-  __device__ __forceinline__ void pass(int i) {
-    if ((i + 1) % run) return;
-    if constexpr (is_all)
-      parity ^= 1;
-    else
-      advance(run);
-  }
-};
-
-// The units that a block reads, those of a column of tiles at a time. Only `before_x` of them are asked for before x has begun to
-// come: all wait for x, and it waits for them.
-template <class S, int unit_columns>
-struct Weights {
-  const uint8_t* from;  // the next unit of the first tile
-  int64_t row_bytes;
-  int size, pitch, tiles, units;
-  __device__ __forceinline__ Weights(const Gemm& a, const Share& share) : size(a.unit.size), pitch(a.unit.pitch()) {
-    constexpr int pieces = unit_columns / columns_of_piece(S::columns, unit_columns);
-    const int first = share.first / pieces;
-    row_bytes = static_cast<int64_t>(a.units_of_row) * size;
-    from = a.units + share.first_tile * row_bytes + first * size;
-    tiles = static_cast<int>(min(static_cast<int64_t>(tiles_of_block), a.tiles - share.first_tile));
-    units = share.first < share.last ? (share.last + pieces - 1) / pieces - first : 0;
-  }
-  static __device__ __forceinline__ uint64_t policy_of(const Gemm& a) { return a.m <= S::columns ? read_once() : read_again(); }
-  // The first unit of each tile: a warp asks for that of its own, sooner than one could for all of them.
-  __device__ __forceinline__ void copy_first(const Gemm& a, uint8_t* memory, const Ring& ring, int tile) const {
-    if (units > 0 && tile < tiles)
-      copy_expected(memory + tile * pitch, from + tile * row_bytes, size, ring.full, policy_of(a));
-  }
-  // All others, and how many bytes the first of them have.
-  __device__ __forceinline__ void copy(const Gemm& a, uint8_t* memory, Ring ring, uint64_t* x_came) {
-    const uint64_t policy = policy_of(a);
-    if (units > 0) expect(ring.full, tiles * size);
-#pragma unroll 1
-    for (int u = 1; u < units; u++) {
-      ring.advance();
-      from += size;
-      if (u == a.before_x) wait(x_came, 0);
-      wait(ring.free + ring.stage, ring.parity ^ 1);
-      expect(ring.full + ring.stage, tiles * size);
-      const uint8_t* next = from;
-      uint8_t* to = memory + ring.stage * tiles_of_block * pitch;
-#pragma unroll 1
-      for (int t = 0; t < tiles; t++, next += row_bytes, to += pitch) copy_expected(to, next, size, ring.full + ring.stage, policy);
-    }
-  }
-};
-
-// The first units of each share of the columns of all tiles into the cache, by the blocks that begin on multiprocessors which the
-// kernel ahead has left free: when that ends, others find them there.
-template <class S, int unit_columns>
-__device__ __forceinline__ void prefetch_weights(const Gemm& a, int parts, int thread, int threads) {
-  constexpr int pieces = unit_columns / columns_of_piece(S::columns, unit_columns), most_units = 4;
-  for (int i = blockIdx.x * threads + thread; i < a.tiles * parts; i += a.early * threads) {
-    const int tile = i / parts, part = i % parts, first = a.pieces_of_row * part / parts / pieces;
-    const int last = (a.pieces_of_row * (part + 1) / parts + pieces - 1) / pieces;
-    const int64_t at = static_cast<int64_t>(tile) * a.units_of_row + first;
-    if (first < last) prefetch(a.units + at * a.unit.size, min(last - first, most_units) * a.unit.size);
-  }
-}
-
-// What comes of rows beyond the last one of x is not written, and zeros in their place come slowly where many blocks ask for them
-// at once: boxes of the last tile have the rows alone that there are.
-template <class S>
-__device__ __forceinline__ void copy_x(const Gemm& a, const Share& share, uint8_t* memory, Ring ring) {
-  const int piece = columns_of_piece(S::columns, a.unit.columns), rows = min(a.m - share.first_row_of_x, S::columns);
-  const CUtensorMap* const x = rows < S::columns ? &a.last_of_x : &a.x;
-  for (int c = share.first * piece; c < share.last * piece; c += S::stage_columns, ring.advance()) {
-    wait(ring.free + ring.stage, ring.parity ^ 1);
-    expect(ring.full + ring.stage, S::boxes_of_stage * rows * columns_of_box * 2);
-#pragma unroll
-    for (int b = 0; b < S::boxes_of_stage; b++)
-      copy_box(memory + ring.stage * S::stage_bytes + b * S::box_bytes, x, c + b * columns_of_box, share.first_row_of_x,
-               ring.full + ring.stage);
-  }
-}
-
 // The sums of a lane: rows lane / 4 and that + 8 of its warp's tile, columns 8 i + 2 (lane % 4) and that + 1 of x.
 // While the tensor cores multiply some batches of codes, the sums of those before are scaled, and the next ones are decoded.
 template <class Codes, class T, class S>
