@@ -3,6 +3,7 @@
 
 #include "dequantize_launch.h"
 #include "gemm_arguments.cuh"
+#include "quantiles.cuh"
 
 namespace lowbit::cuda {
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "fragments.cuh"
+#include "unit_scales.cuh"
 
 namespace lowbit::cuda {
 

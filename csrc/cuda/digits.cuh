@@ -12,6 +12,7 @@
 
 #include "asynchrony.cuh"
 #include "digits_products.cuh"
+#include "sixteens.cuh"
 
 namespace lowbit::cuda {
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "digits_products.cuh"
+#include "sixteens.cuh"
 
 namespace lowbit::cuda {
 

@@ -5,8 +5,9 @@
 // z times the sums of the digits. From there on fp32: the group's scale, and the sum of groups.
 #pragma once
 
+#include "codes_in_words.cuh"
 #include "digits_of_x.cuh"
-#include "fragments.cuh"
+#include "unit_scales.cuh"
 
 namespace lowbit::cuda {
 

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include "fragments.cuh"
+#include "unit_scales.cuh"
 
 namespace lowbit::cuda {
 

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
-#include "fragments.cuh"
 #include "gemm_arguments.cuh"
 #include "gemm_sums.cuh"
 #include "group_scales.cuh"
+#include "tiles.cuh"
 
 namespace lowbit::cuda {
 

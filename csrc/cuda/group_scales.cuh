@@ -1,7 +1,8 @@
 // Scales and zero points of the two rows of a lane, group after group along a unit, as a warp meets them.
 #pragma once
 
-#include "fragments.cuh"
+#include "sixteens.cuh"
+#include "unit_scales.cuh"
 
 namespace lowbit::cuda {
 

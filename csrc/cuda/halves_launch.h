@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "fragments.cuh"
+#include "unit_scales.cuh"
 
 namespace lowbit::cuda {
 

@@ -3,6 +3,7 @@
 
 #include "fragments.cuh"
 #include "halves_launch.h"
+#include "unit_scales.cuh"
 
 namespace lowbit::cuda {
 

@@ -1,4 +1,5 @@
 #include "halves_launch.cuh"
+#include "quantiles.cuh"
 
 namespace lowbit::cuda {
 

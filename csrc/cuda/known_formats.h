@@ -6,7 +6,7 @@
 #include <string>
 
 #include "families.h"
-#include "fragments.cuh"
+#include "unit_scales.cuh"
 
 namespace lowbit::cuda {
 

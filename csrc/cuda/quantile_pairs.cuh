@@ -1,12 +1,12 @@
 // NF4 as operand A of wgmma, two codes at a time.
 //
-// The numbers of fragments.cuh's Quantiles, first and second part, of two neighbours of a row lie in a table of 256 pairs, where
+// The numbers of Quantiles (quantiles.cuh), first and second part, of two neighbours of a row lie in a table of 256 pairs, where
 // a lane finds both operands in one load of eight bytes. Each of sixteen lanes has a column of its own, so that no two lanes of
 // a half warp meet in a bank. Where a pair has 256 bytes, of which half is left empty, two codes are a byte of its address, and one
 // permutation of bytes makes that; where it has 128, a shift and a mask do, and there is room for more of x.
 #pragma once
 
-#include "fragments.cuh"
+#include "quantiles.cuh"
 
 namespace lowbit::cuda {
 

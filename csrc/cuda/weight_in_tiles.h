@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "fragments.cuh"
 #include "host.h"
+#include "unit_scales.cuh"
 
 namespace lowbit::cuda {
 
