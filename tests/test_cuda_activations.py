@@ -190,15 +190,29 @@ def test_what_does_not_fit_raises_before_anything_runs() -> None:
         op(x, w.packed, w.scale, None, torch.ones(2, device="cuda"), "int8")
 
 
-def by_codes(x: Tensor, w: QTensor, at_once: int, bias: Tensor | None = None, static: Tensor | None = None) -> Tensor:
-    """In one kernel whose clusters have so many blocks, or in two (0)."""
-    return torch.ops.lowbit_cuda.eights_linear(x, w.packed, w.scale, bias, static, w.scheme.format, -1, at_once=at_once)
+def by_codes(
+    x: Tensor, w: QTensor, at_once: int, bias: Tensor | None = None, static: Tensor | None = None, blocks: int = 0
+) -> Tensor:
+    """In two kernels (0) or one: whose clusters of up to 8 blocks split the columns, or whose blocks have 16, 32 or 64 whole rows
+    of x and copy W together, ``blocks`` of them."""
+    more = {"blocks_of_cluster": blocks, "at_once": at_once}
+    return torch.ops.lowbit_cuda.eights_linear(x, w.packed, w.scale, bias, static, w.scheme.format, -1, **more)
+
+
+def ways_of_one_kernel(m: int, k: int) -> list[tuple[int, int]]:
+    """What :func:`by_codes` takes for such x, beside two kernels."""
+    ways = [(blocks, 0) for blocks in (1, 2, 4, 8)] if m <= 64 else []
+    tiles = [rows for rows, most in ((16, 2048), (32, 2048), (64, 1024)) if 384 < k <= most]
+    return ways + [(rows, blocks) for rows in tiles for blocks in (1, 2, 8)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(1, 300, 8), (3, 128, 1000), (8, 2000, 2048), (9, 130, 3000), (16, 1000, 4096), (20, 257, 600), (64, 1024, 1024)],
+    [
+        *((1, 300, 8), (3, 128, 1000), (8, 2000, 2048), (9, 130, 3000), (16, 1000, 4096), (20, 257, 600), (64, 1024, 1024)),
+        *((100, 700, 1000), (300, 1024, 2048), (600, 130, 520)),
+    ],
 )
 def test_one_kernel_gives_the_bits_of_two(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     w, bias = weight(INT8, n, k).cuda(), torch.randn(n, dtype=dtype, device="cuda")
@@ -211,16 +225,17 @@ def test_one_kernel_gives_the_bits_of_two(m: int, n: int, k: int, dtype: torch.d
     for x in (usual, halves, tiny, broken):
         for static in (None, torch.tensor(0.01, device="cuda")):
             wanted = by_codes(x, w, 0, bias, static)
-            for blocks in (1, 2, 4, 8):
-                assert torch.equal(by_codes(x, w, blocks, bias, static).nan_to_num(7), wanted.nan_to_num(7))
+            for at_once, blocks in ways_of_one_kernel(m, k):
+                found = by_codes(x, w, at_once, bias, static, blocks)
+                assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7)), (at_once, blocks)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 300, 2000), (16, 1000, 4096)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 300, 2000), (16, 1000, 4096), (150, 1000, 1024)])
 def test_e4m3_in_one_kernel_differs_by_the_order_of_sums(m: int, n: int, k: int) -> None:
     w, x = weight(FP8, n, k).cuda(), torch.randn(m, k, dtype=torch.float16, device="cuda")
     wanted, sums = by_codes(x, w, 0), x.double().abs() @ w.dequantize(torch.float64).abs().T
-    for blocks in (1, 2, 4, 8):
-        error = (by_codes(x, w, blocks).double() - wanted.double()).abs()
+    for at_once, blocks in ways_of_one_kernel(m, k):
+        error = (by_codes(x, w, at_once, blocks=blocks).double() - wanted.double()).abs()
         assert (error <= 2.0**-10 * wanted.double().abs() + (k / 128 + 4) * 2.0**-23 * sums).all()
 
 
@@ -233,7 +248,7 @@ def test_one_kernel_does_not_start_before_its_x_is_there() -> None:
             x = by_codes(x, w, -1)
         return x
 
-    for m in (1, 16, 40):
+    for m in (1, 16, 40, 100, 200, 1000):
         x = torch.randn(m, 1024, dtype=torch.bfloat16, device="cuda")
         walk(x)
         graph = torch.cuda.CUDAGraph()

@@ -15,10 +15,11 @@ cudaError_t launch_activations(Activations a, Stored stored, cudaStream_t stream
   const int chunks = (a.k + chunk_of_activations - 1) / chunk_of_activations;
   const int wanted = (chunks + chunks_of_thread * 32 - 1) / (chunks_of_thread * 32) * 32;
   const auto threads = static_cast<unsigned>(std::clamp(wanted, 32, most_threads_of_row));
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(a.m, 1 << 30));
+  const unsigned rows = threads == 32 && a.m > 4 * 132 ? 4 : 1;  // of a block
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>((a.m + rows - 1) / rows, 1 << 30));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
+  config.blockDim = dim3(threads, rows);
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

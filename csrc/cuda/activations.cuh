@@ -1,8 +1,10 @@
-// Rounds x [M, K] to 8-bit codes with a scale a row, or one for all: a row a block, held in registers between the largest
-// magnitude and the codes. The bits are those of IEEE division by the scale and rounding to nearest, ties to even.
+// Rounds x [M, K] to 8-bit codes with a scale a row, or one for all: a row a block, or short ones a warp, held in registers
+// between the largest magnitude and the codes. The bits are those of IEEE division by the scale and rounding to nearest, ties to even.
 #pragma once
 
 #include <cuda_fp8.h>
+
+#include <type_traits>
 
 #include "asynchrony.cuh"
 #include "numbers.cuh"
@@ -26,22 +28,45 @@ constexpr int chunk_of_activations = 8, chunks_of_thread = 4, most_threads_of_ro
 // Eight neighbouring numbers of x.
 template <class T>
 struct Chunk16 {
+  static constexpr uint32_t magnitudes = 0x7fff7fff;
   uint4 words;
 
   __device__ void load(const T* x) { words = *reinterpret_cast<const uint4*>(x); }
+  // Zeros where it is not there; no branch.
+  __device__ void load_if(const T* x, bool is_there) {
+    words = {};
+    asm volatile("{\n\t.reg .pred there;\n\tsetp.ne.s32 there, %5, 0;\n\t@there ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+                 : "l"(x), "r"(static_cast<int>(is_there))
+                 : "memory");
+  }
   __device__ void clear() { words = {}; }
   __device__ void set(int i, T value) {
     const uint32_t bits = reinterpret_cast<const uint16_t&>(value);
     (&words.x)[i / 2] |= bits << (i % 2 * 16);
   }
-  // Magnitudes order as their bits do, with infinity and then NaN above all numbers.
-  __device__ uint32_t most() const {
-    constexpr uint32_t magnitude = 0x7fff7fff;
-    const uint32_t pair = __vmaxu2(__vmaxu2(words.x & magnitude, words.y & magnitude), __vmaxu2(words.z & magnitude, words.w & magnitude));
-    return __float_as_uint(value(max(pair & 0xffff, pair >> 16)));
+  // The larger magnitude in each half, NaN where there is one; the signs mean nothing.
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+    uint32_t most;
+    if constexpr (std::is_same_v<T, __half>)
+      asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    else
+      asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    return most;
+#else
+    return __vmaxu2(a & magnitudes, b & magnitudes);  // magnitudes order as their bits do, with NaN above infinity
+#endif
+  }
+  __device__ uint32_t most() const { return larger(larger(words.x, words.y), larger(words.z, words.w)); }
+  // What `larger` has found, as the bits of a float.
+  __device__ static uint32_t found(uint32_t most) {
+    most &= magnitudes;
+    return __float_as_uint(value(max(most & 0xffff, most >> 16)));
   }
   __device__ float get(int i) const {
     const uint32_t word = i < 2 ? words.x : i < 4 ? words.y : i < 6 ? words.z : words.w;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(i % 2 ? word & 0xffff0000 : word << 16);
     return value(i % 2 ? word >> 16 : word & 0xffff);
   }
   __device__ static float value(uint32_t bits) {
@@ -75,6 +100,8 @@ struct Chunk<float> {
     for (int i = 0; i < 8; i++) most = max(most, __float_as_uint(values[i]) & 0x7fffffff);
     return most;
   }
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return max(a, b); }
+  __device__ static uint32_t found(uint32_t most) { return most; }
   __device__ float get(int i) const { return values[i]; }
 };
 
@@ -89,18 +116,11 @@ struct Divisor {
     scale = by * factor;
     reciprocal = by == 0.0f ? 0.0f : __frcp_rn(scale);
   }
+  __device__ Divisor(float by, float its_reciprocal) : factor(1.0f), scale(by), reciprocal(its_reciprocal) {}
   __device__ float divide(float x) const {
     x *= factor;
     float q = __fmul_rn(x, reciprocal);
     q = __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
-    return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
-  }
-  // Near enough to round it to an integer, where the scale is 1/127 of the largest magnitude of a row, a number of at most 11 bits
-  // like x, and rounded: with one correction a quotient is wrong in its last bit where it lies within 2^-22 of that bit of the
-  // middle between two floats. It matters where one of these is in turn the middle between two integers; then the scale's 24 bits
-  // are within 4 of a multiple of 2^17, which those of a 127th, that repeat after seven, are only where they are zeros.
-  __device__ float divide_for_integer(float x) const {
-    const float q = __fmul_rn(x, reciprocal);
     return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
   }
   // Of any x: what overflows and what is not finite has no remainder.
@@ -110,18 +130,52 @@ struct Divisor {
   }
 };
 
-// `is_any`: the scale does not come from x, or was rounded in the subnormal range, and quotients may be any number.
-template <bool is_float, bool is_any, class T>
-__device__ __forceinline__ uint2 codes_of(const Chunk<T>& chunk, const Divisor& by) {
-  constexpr bool is_short = !is_float && sizeof(T) == 2;
-  const auto quotient = [&](float x) { return is_any ? by.divide_any(x) : is_short ? by.divide_for_integer(x) : by.divide(x); };
+// The scale of a row, and the reciprocal that its codes are made with: 0 where they take a division of any x.
+struct RowScale {
+  float scale, reciprocal;
+
+  __device__ bool is_usual() const { return reciprocal != 0.0f; }
+};
+
+// One that is given.
+__device__ __forceinline__ RowScale scale_of_all(float scale) {
+  return {isfinite(scale) ? scale : __int_as_float(0x7fffffff), 0.0f};  // the codes of such rows stand for NaN
+}
+
+// That of a row whose largest magnitude is `most`.
+//
+// For int8 and x of 16 bits the codes are x times the reciprocal, rounded once to an integer, and yet those of the division. Let X
+// and Y be the significands of x and `most`, of 8 or 11 bits: x / scale is 127 X / Y times a power of two. Unless it lies in the
+// middle between two integers, it is further from there than 2^-19 of itself, and so much more than all roundings. In the middle
+// it can be for x = most / 2 alone, unless 127 divides Y. The reciprocal is moved by 2^-21 of itself, to the side on which the
+// division's own rounding leaves most / 2. Where 127 divides Y, the scale is exact: a power of two has an exact reciprocal that
+// needs no moving, and others, which x of 11 bits may have, take the division.
+template <class T, bool is_float>
+__device__ __forceinline__ RowScale scale_of_row(float most) {
+  const float scale = __fdiv_rn(most, is_float ? 448.0f : 127.0f);
+  if (!isfinite(scale)) return {__int_as_float(0x7fffffff), __int_as_float(0x7fffffff)};
+  if (scale < 0x1p-80f || scale > 0x1p80f) return {scale, 0.0f};
+  float reciprocal = __frcp_rn(scale);
+  if (!is_float && sizeof(T) == 2 && (__float_as_uint(scale) & 0x7fffff) != 0) {
+    if (std::is_same_v<T, __half> && __fmaf_rn(scale, 127.0f, -most) == 0.0f) return {scale, 0.0f};
+    const float move = __fdiv_rn(0.5f * most, scale) < 63.5f ? -0x1p-21f : 0x1p-21f;
+    reciprocal = __fmaf_rn(reciprocal, move, reciprocal);
+  }
+  return {scale, reciprocal};
+}
+
+template <bool is_float, bool is_usual, class T>
+__device__ __forceinline__ uint2 codes_of(const Chunk<T>& chunk, const RowScale& row) {
+  constexpr float middle = 12582912.0f;  // 1.5 x 2^23: the last bits of a sum with it are the rounded integer
+  const Divisor by = is_usual ? Divisor(row.scale, row.reciprocal) : Divisor(row.scale);
+  const auto quotient = [&](float x) { return is_usual ? by.divide(x) : by.divide_any(x); };
   uint32_t words[2];
 #pragma unroll
   for (int w = 0; w < 2; w++) {
-    float q[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) q[i] = quotient(chunk.get(4 * w + i));
     if constexpr (is_float) {
+      float q[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) q[i] = quotient(chunk.get(4 * w + i));
       const uint32_t low = __nv_cvt_float2_to_fp8x2({q[0], q[1]}, __NV_SATFINITE, __NV_E4M3);
       const uint32_t high = __nv_cvt_float2_to_fp8x2({q[2], q[3]}, __NV_SATFINITE, __NV_E4M3);
       words[w] = low | high << 16;
@@ -129,8 +183,14 @@ __device__ __forceinline__ uint2 codes_of(const Chunk<T>& chunk, const Divisor& 
       uint32_t whole[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        if (is_any) q[i] = q[i] == q[i] ? fminf(fmaxf(q[i], -128.0f), 127.0f) : 0.0f;
-        whole[i] = __float_as_uint(q[i] + 12582912.0f);  // 1.5 x 2^23: the sum's last bits are the rounded integer
+        const float x = chunk.get(4 * w + i);
+        if constexpr (is_usual && sizeof(T) == 2) {
+          whole[i] = __float_as_uint(__fmaf_rn(x, row.reciprocal, middle));
+        } else {
+          float q = quotient(x);
+          if (!is_usual) q = q == q ? fminf(fmaxf(q, -128.0f), 127.0f) : 0.0f;
+          whole[i] = __float_as_uint(q + middle);
+        }
       }
       words[w] = __byte_perm(__byte_perm(whole[0], whole[1], 0x0040), __byte_perm(whole[2], whole[3], 0x0040), 0x5410);
     }
@@ -147,7 +207,8 @@ __global__ void __launch_bounds__(most_threads_of_row) round_activations(const A
   if (!a.is_early) let_dependents_start();
   const int chunks = (a.k + chunk_of_activations - 1) / chunk_of_activations, step = blockDim.x * chunks_of_thread;
   const int written = a.even_first ? (chunks + 3) / 4 * 4 : chunks;
-  for (int64_t m = blockIdx.x; m < a.m; m += gridDim.x) {
+  const int64_t rows = blockDim.y;
+  for (int64_t m = blockIdx.x * rows + threadIdx.y; m < a.m; m += gridDim.x * rows) {
     const T* row = static_cast<const T*>(a.x) + m * a.k;
     Chunk<T> held[chunks_of_thread];
     const auto load = [&](int first) {
@@ -170,28 +231,27 @@ __global__ void __launch_bounds__(most_threads_of_row) round_activations(const A
       }
     };
     load(0);
-    float scale;
+    RowScale scale;
     if (a.fixed_scale) {
-      scale = *a.fixed_scale;
+      scale = scale_of_all(*a.fixed_scale);
     } else {
       uint32_t most = 0;
       for (int first = 0; first < chunks; first += step) {
         if (first > 0) load(first);
 #pragma unroll
-        for (int c = 0; c < chunks_of_thread; c++) most = max(most, held[c].most());
+        for (int c = 0; c < chunks_of_thread; c++) most = Chunk<T>::larger(most, held[c].most());
       }
       if (chunks > step) load(0);
-      most = __reduce_max_sync(~0u, most);
-      __syncthreads();
-      if (threadIdx.x % 32 == 0) most_of_warp[threadIdx.x / 32] = most;
-      __syncthreads();
-      most = __reduce_max_sync(~0u, threadIdx.x % 32 < blockDim.x / 32 ? most_of_warp[threadIdx.x % 32] : 0);
-      scale = __fdiv_rn(__uint_as_float(most), is_float ? 448.0f : 127.0f);
+      most = __reduce_max_sync(~0u, Chunk<T>::found(most));
+      if (blockDim.x > 32) {
+        __syncthreads();
+        if (threadIdx.x % 32 == 0) most_of_warp[threadIdx.x / 32] = most;
+        __syncthreads();
+        most = __reduce_max_sync(~0u, threadIdx.x % 32 < blockDim.x / 32 ? most_of_warp[threadIdx.x % 32] : 0);
+      }
+      scale = scale_of_row<T, is_float>(__uint_as_float(most));
     }
-    if (!isfinite(scale)) scale = __int_as_float(0x7fffffff);  // the codes of such a row stand for NaN
-    if (threadIdx.x == 0) a.scale[m] = scale;
-    const Divisor by(scale);
-    const bool is_any = a.fixed_scale || by.factor != 1.0f;
+    if (threadIdx.x == 0) a.scale[m] = scale.scale;
     uint8_t* codes = a.codes + m * a.pitch;
     for (int first = 0; first < written; first += step) {
       if (first > 0) load(first);
@@ -199,7 +259,7 @@ __global__ void __launch_bounds__(most_threads_of_row) round_activations(const A
       for (int c = 0; c < chunks_of_thread; c++) {
         const int chunk = first + c * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
         if (chunk >= written) break;
-        const uint2 eight = is_any ? codes_of<is_float, true>(held[c], by) : codes_of<is_float, false>(held[c], by);
+        const uint2 eight = scale.is_usual() ? codes_of<is_float, true>(held[c], scale) : codes_of<is_float, false>(held[c], scale);
         if (a.even_first) {
           uint32_t* const to = reinterpret_cast<uint32_t*>(codes + chunk / 4 * 32) + chunk % 4;
           to[0] = __byte_perm(eight.x, eight.y, 0x6420);

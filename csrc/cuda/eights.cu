@@ -57,6 +57,8 @@ constexpr Cost costs[] = {{16, 0.45, 2.0}, {64, 0.33, 4.0}, {128, 0.40, 3.0}, {2
 // The same where x is little, fitted to the times of every plan for 26 products of up to 128 rows.
 constexpr Cost costs_of_little[] = {{16, 0.27, 0.28}, {64, 0.35, 1.34}, {128, 0.26, 4.4}};
 constexpr int most_rows_of_little = 128;
+// Where clusters of four blocks of 128 rows share the copies of x, as long as all of them run at once: what they spare.
+constexpr double spared_of_four = 1.4, spared_of_four_of_little = 2.3;
 
 struct Shape {
   int64_t m, n;
@@ -64,6 +66,12 @@ struct Shape {
   Codes codes;
   int processors;
 };
+
+// Clusters of four leave some multiprocessors empty.
+bool may_share_by_four(const Shape& s, int rows, int64_t tiles_m) {
+  const int64_t clusters_n = (s.n + 4 * rows_of_block - 1) / (4 * rows_of_block);
+  return rows == 128 && s.codes != Codes::int4 && s.n > 2 * rows_of_block && 4 * tiles_m * clusters_n <= s.processors * 3 / 4;
+}
 
 // What goes from the cache to the multiprocessors: W for each tile of x, and x for each tile of W, unless two blocks share it.
 double time_of_moving(const Shape& s, const Cost& cost, int parts, int64_t tiles_m, int64_t tiles) {
@@ -118,7 +126,8 @@ Plan plan_for(const Shape& s) {
       if (columns > most_columns_of_block * int64_t{parts} ||
           (parts > 1 && (s.steps < 2 * parts && columns <= most_columns_of_block)))
         continue;
-      const double time = is_little ? time_of_little(s, cost, parts, tiles_m, tiles) : time_of_much(s, cost, parts, tiles_m, tiles);
+      double time = is_little ? time_of_little(s, cost, parts, tiles_m, tiles) : time_of_much(s, cost, parts, tiles_m, tiles);
+      if (parts == 1 && may_share_by_four(s, cost.rows, tiles_m)) time -= is_little ? spared_of_four_of_little : spared_of_four;
       if (best.rows == 0 || time < least) {
         least = time;
         best = {cost.rows, parts, parts > 1};
@@ -131,7 +140,8 @@ Plan plan_for(const Shape& s) {
     for (const Cost& cost : costs)
       if (cost.rows < 256 || s.codes == Codes::int8) consider(cost);
   }
-  if (best.rows >= 128 && !best.splits_columns && s.n > rows_of_block) best.blocks_of_cluster = 2;
+  if (best.rows >= 128 && !best.splits_columns && s.n > rows_of_block)
+    best.blocks_of_cluster = may_share_by_four(s, best.rows, (s.m + best.rows - 1) / best.rows) ? 4 : 2;
   return best;
 }
 

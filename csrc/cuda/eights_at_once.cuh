@@ -18,10 +18,10 @@ namespace lowbit::cuda::eights {
 
 // The four numbers of a thread in eight rows of x, from sums that are complete.
 template <int T, class Number>
-__device__ __forceinline__ void write_of_tile(const Product8& a, const Rows& rows, const Number* sums, const RowDivisor* divisors,
+__device__ __forceinline__ void write_of_tile(const Product8& a, const Rows& rows, const Number* sums, const RowScale* scales,
                                               int octet, int64_t m, int64_t n) {
   const int row = octet * 8 + threadIdx.x % 4 * 2;
-  write_eight(a, rows, sums, float2{divisors[row].scale, divisors[row + 1].scale}, m + row, n);
+  write_eight(a, rows, sums, float2{scales[row].scale, scales[row + 1].scale}, m + row, n);
 }
 
 template <class Number, int T>
@@ -119,7 +119,7 @@ __device__ __forceinline__ void copy_part(const CUtensorMap& w, const AtOnce& al
 // Sends the sums of each warp to the block that writes its rows of W, and adds and writes those of this one, block 0's first.
 template <class Number, int T>
 __device__ __forceinline__ void add_parts(const Product8& a, uint32_t memory, const Number (&sums)[T / 2], const Rows& rows,
-                                          const RowDivisor* divisors, int octets, int64_t m, int64_t n, uint32_t arrived) {
+                                          const RowScale* scales, int octets, int64_t m, int64_t n, uint32_t arrived) {
   const int blocks = a.blocks_of_cluster, block = block_of_cluster(), share = warps_that_multiply / blocks;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, owner = warp / share;
   const auto place = [&](int from, int j) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void add_parts(const Product8& a, uint32_t memory, co
 #pragma unroll
       for (int i = 0; i < 4; i++) total[i] += number[i];
     }
-    write_of_tile<T>(a, rows, total, divisors, j, m, n);
+    write_of_tile<T>(a, rows, total, scales, j, m, n);
   }
 }
 
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(threads_of_block<T, 8>, 2)
     expect_bytes(x_arrived, part.rows_of_x * part.columns * 2);
     expect_bytes(sums_arrived, octets * 8 * rows_of_block * 4);
   }
-  uint32_t* const gathered = reinterpret_cast<uint32_t*>(memory + (blocks > 1 ? at.divisors : at.most));
+  uint32_t* const gathered = reinterpret_cast<uint32_t*>(memory + (blocks > 1 ? at.scales : at.most));
 #pragma unroll 1
   for (int i = threadIdx.x; i < T; i += blockDim.x) gathered[i] = 0;
   __syncthreads();
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(threads_of_block<T, 8>, 2)
   wait_for(x_arrived, 0);  // the kernels before have ended, too
   round_part<Number, X, T>(all, x, memory, at, most_arrived);
 
-  const RowDivisor* const divisors = reinterpret_cast<const RowDivisor*>(memory + at.divisors);
+  const RowScale* const scales = reinterpret_cast<const RowScale*>(memory + at.scales);
   for (uint32_t tile = part.first_tile; tile < part.tiles; tile += part.step_of_tiles) {
     Number sums[T / 2];
     multiply_part<Number, T>(a, ring, x.to, part.steps, sums);
@@ -212,10 +212,10 @@ __global__ void __launch_bounds__(threads_of_block<T, 8>, 2)
       if (tile != part.first_tile) rows = Rows(a, n);
 #pragma unroll
       for (int j = 0; j < T / 8; j++)
-        if (j < octets) write_of_tile<T>(a, rows, sums + 4 * j, divisors, j, part.m, n);
+        if (j < octets) write_of_tile<T>(a, rows, sums + 4 * j, scales, j, part.m, n);
       continue;
     }
-    add_parts<Number, T>(a, ring.memory + at.sums, sums, rows, divisors, octets, part.m, n, sums_arrived);
+    add_parts<Number, T>(a, ring.memory + at.sums, sums, rows, scales, octets, part.m, n, sums_arrived);
   }
 #endif
 }

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -93,10 +94,17 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::opti
   const Tensor rows = is_copied ? torch::stable::contiguous(packed) : packed;
   const bool is_on_16_bytes = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && k % chunk_of_activations == 0;
   const bool may_be_at_once = is_on_16_bytes && !is_four && stored != Stored::float32;
-  STD_TORCH_CHECK(at_once <= 0 || ((at_once == 1 || at_once == 2 || at_once == 4 || at_once == 8) && may_be_at_once),
-                  "at_once must be -1, 0, or 1, 2, 4 or 8 for rows of 16-bit x on 16 bytes and weights of 8 bits, got ", at_once);
-  if (at_once < 0) at_once = may_be_at_once && rows_of_block == 0 ? eights::blocks_at_once(m, n, k) : 0;
-  const int64_t room_of_x = at_once ? 0 : rounded_up(eights::rows_with_room(m) * pitch, 256), room_of_scale = at_once ? 0 : rounded_up(m, 256) * 4;
+  const bool is_power = at_once > 0 && at_once <= 64 && (at_once & (at_once - 1)) == 0;
+  STD_TORCH_CHECK(at_once <= 0 || (is_power && may_be_at_once),
+                  "at_once must be -1, 0, or 1, 2, 4 ... 64 for rows of 16-bit x on 16 bytes and weights of 8 bits, got ", at_once);
+  eights::WholePlan whole = {at_once >= 16 ? static_cast<int>(at_once) : 0, std::max(static_cast<int>(blocks_of_cluster), 1)};
+  if (at_once < 0) {
+    const bool is_free = may_be_at_once && rows_of_block == 0;
+    if (is_free) whole = eights::plan_of_whole(m, n, k);
+    at_once = whole.rows ? whole.rows : is_free ? eights::blocks_at_once(m, n, k) : 0;
+  }
+  const int64_t room_of_x = at_once ? 0 : rounded_up(eights::rows_with_room(m) * pitch, 256);
+  const int64_t room_of_scale = at_once ? 0 : rounded_up(m, 256) * 4;
   const int64_t room_of_all = room_of_x + room_of_scale + (is_copied ? n * w_pitch : 0);
   const Tensor room = room_of_all ? torch::stable::new_empty(x, {room_of_all}, ScalarType::Byte) : x;
   auto* const bytes = room_of_all ? static_cast<uint8_t*>(room.mutable_data_ptr()) : nullptr;
@@ -113,13 +121,18 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::opti
 
   const auto codes = is_four ? eights::Codes::int4 : is_float ? eights::Codes::e4m3 : eights::Codes::int8;
   const float* const fixed_scale = input_scale ? static_cast<const float*>(input_scale->const_data_ptr()) : nullptr;
+  const bool x_is_half = stored == Stored::float16;
+  if (whole.rows) {
+    check(eights::launch_whole({a, x.const_data_ptr(), fixed_scale, static_cast<int>(k)}, codes, w, x_is_half, whole, stream));
+    return y;
+  }
   if (at_once) {
     eights::AtOnce both = {};
     both.product = a;
     both.x = x.const_data_ptr();
     both.fixed_scale = fixed_scale;
     both.k = static_cast<int>(k);
-    check(eights::launch_at_once(both, codes, w, stored == Stored::float16, static_cast<int>(at_once), stream));
+    check(eights::launch_at_once(both, codes, w, x_is_half, static_cast<int>(at_once), stream));
     return y;
   }
 

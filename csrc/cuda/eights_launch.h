@@ -6,6 +6,7 @@
 #include "activations.cuh"
 #include "eights.cuh"
 #include "eights_at_once.cuh"
+#include "eights_whole.cuh"
 
 namespace lowbit::cuda {
 
@@ -33,6 +34,14 @@ bool describe(CUtensorMap& map, const Operand& from, int64_t rows, int bits, int
 int blocks_at_once(int64_t m, int64_t n, int64_t k);
 // `blocks`: of a cluster, 1, 2, 4 or 8.
 cudaError_t launch_at_once(AtOnce a, Codes codes, const Operand& w, bool x_is_half, int blocks, cudaStream_t stream);
+
+// Rows of x a block, 16, 32 or 64, and blocks of a cluster at most, which divide the tiles of x.
+struct WholePlan {
+  int rows, blocks;
+};
+// How eights_whole multiplies where it is the fastest way, for x whose rows lie on 16 bytes; else no rows.
+WholePlan plan_of_whole(int64_t m, int64_t n, int64_t k);
+cudaError_t launch_whole(Whole a, Codes codes, const Operand& w, bool x_is_half, WholePlan plan, cudaStream_t stream);
 
 // `forced`: rows of x a block, blocks of a cluster, and whether they split the columns; zeros: chosen from the shape.
 cudaError_t launch(Product8 a, Codes codes, const Operand& w, const Operand& x, const int (&forced)[3], cudaStream_t stream);

@@ -62,6 +62,16 @@ __device__ __forceinline__ void wait_for(uint32_t barrier, int parity) {
       : "memory");
 }
 
+// Until what other blocks of the cluster send has come.
+__device__ __forceinline__ void wait_for_sent(uint32_t barrier) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n\t"
+      "again_%=:\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t"
+      "@!done bra again_%=;\n\t}" ::"r"(barrier)
+      : "memory");
+}
+
 // The box of the tensor at (column, row); beyond the tensor it is zeros.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& from, int column, int row, uint32_t barrier,
                                          uint64_t policy) {

@@ -39,6 +39,8 @@ __device__ void add(int32_t (&c)[T / 2], const uint32_t (&a)[4], uint64_t b, int
 #define LOWBIT_NAMES_8 "%0, %1, %2, %3"
 #define LOWBIT_NAMES_16 \
   "%0, %1, %2, %3, %4, %5, %6, %7"
+#define LOWBIT_NAMES_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define LOWBIT_NAMES_64 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -58,6 +60,7 @@ __device__ void add(int32_t (&c)[T / 2], const uint32_t (&a)[4], uint64_t b, int
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define LOWBIT_SUMS_8(k) k(c[0]), k(c[1]), k(c[2]), k(c[3])
 #define LOWBIT_SUMS_16(k) LOWBIT_8(k, 0)
+#define LOWBIT_SUMS_32(k) LOWBIT_8(k, 0), LOWBIT_8(k, 8)
 #define LOWBIT_SUMS_64(k) LOWBIT_32(k, 0)
 #define LOWBIT_SUMS_128(k) LOWBIT_32(k, 0), LOWBIT_32(k, 32)
 #define LOWBIT_SUMS_256(k) LOWBIT_32(k, 0), LOWBIT_32(k, 32), LOWBIT_32(k, 64), LOWBIT_32(k, 96)
@@ -70,11 +73,13 @@ __device__ void add(int32_t (&c)[T / 2], const uint32_t (&a)[4], uint64_t b, int
   }
 LOWBIT_PRODUCT(8, int32_t, "s32.s8.s8", "+r", "", "%4", "%5", "%6")
 LOWBIT_PRODUCT(16, int32_t, "s32.s8.s8", "+r", "", "%8", "%9", "%10")
+LOWBIT_PRODUCT(32, int32_t, "s32.s8.s8", "+r", "", "%16", "%17", "%18")
 LOWBIT_PRODUCT(64, int32_t, "s32.s8.s8", "+r", "", "%32", "%33", "%34")
 LOWBIT_PRODUCT(128, int32_t, "s32.s8.s8", "+r", "", "%64", "%65", "%66")
 LOWBIT_PRODUCT(256, int32_t, "s32.s8.s8", "+r", "", "%128", "%129", "%130")
 LOWBIT_PRODUCT(8, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%4", "%5", "%6")
 LOWBIT_PRODUCT(16, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%8", "%9", "%10")
+LOWBIT_PRODUCT(32, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%16", "%17", "%18")
 LOWBIT_PRODUCT(64, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%32", "%33", "%34")
 LOWBIT_PRODUCT(128, float, "f32.e4m3.e4m3", "+f", ", 1, 1", "%64", "%65", "%66")
 #define LOWBIT_PRODUCT_OF_REGISTERS(T, a0, a1, a2, a3, b_at, keep_at) \
@@ -94,6 +99,8 @@ LOWBIT_PRODUCT_OF_REGISTERS(128, "%64", "%65", "%66", "%67", "%68", "%69")
 #undef LOWBIT_NAMES_8
 #undef LOWBIT_SUMS_16
 #undef LOWBIT_NAMES_16
+#undef LOWBIT_SUMS_32
+#undef LOWBIT_NAMES_32
 #undef LOWBIT_SUMS_64
 #undef LOWBIT_NAMES_64
 #undef LOWBIT_SUMS_128

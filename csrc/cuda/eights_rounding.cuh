@@ -25,7 +25,7 @@ constexpr int most_rows_at_once = 16, most_columns_at_once = 4096, most_segments
 template <int T>
 struct AtOnceMemory {
   static constexpr int bytes_of_sums = T * rows_of_block * 4;
-  int x, floats, sums, most, divisors, barriers, all;  // x: its codes; floats: as it came
+  int x, floats, sums, most, scales, barriers, all;  // x: its codes; floats: as it came
 
   __host__ __device__ static AtOnceMemory of(int stages, int steps, int rows, int blocks) {
     AtOnceMemory at = {};
@@ -33,8 +33,8 @@ struct AtOnceMemory {
     at.floats = at.x + steps * T * columns_of_stage;
     at.sums = at.floats + steps * rows * columns_of_stage * 2;
     at.most = at.sums + (blocks > 1 ? bytes_of_sums : 0);
-    at.divisors = at.most + blocks * T * 4;
-    at.barriers = at.divisors + T * 16;
+    at.scales = at.most + blocks * T * 4;
+    at.barriers = at.scales + T * static_cast<int>(sizeof(RowScale));
     at.all = at.barriers + (2 * stages + 3) * 8 + 1024;
     return at;
   }
@@ -62,26 +62,9 @@ __device__ __forceinline__ void send(uint32_t there, int4 four, uint32_t barrier
                : "memory");
 }
 
-// Until what other blocks send has come.
-__device__ __forceinline__ void wait_for_sent(uint32_t barrier) {
-  asm volatile(
-      "{\n\t.reg .pred done;\n\t"
-      "again_%=:\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t"
-      "@!done bra again_%=;\n\t}" ::"r"(barrier)
-      : "memory");
-}
-
 __device__ __forceinline__ void wait_for_multipliers() {
   asm volatile("bar.sync 1, %0;" ::"n"(threads_that_multiply) : "memory");
 }
-
-// A row's scale and what divides by it.
-struct RowDivisor {
-  float scale;
-  Divisor by;
-};
-static_assert(sizeof(RowDivisor) == 16);
 
 // The part of x that a block has: `rows` of it, 256 columns of one row at a time in a warp.
 template <class Number, class X, int T>
@@ -109,21 +92,20 @@ struct PartOfX {
 #pragma unroll 4
     for (int segment = threadIdx.x / 32; segment < count(); segment += warps_that_multiply) {
       const int row = row_of(segment);
-      const uint32_t found = __reduce_max_sync(~0u, load(row, column_of(segment, row)).most());
+      const uint32_t found = __reduce_max_sync(~0u, Chunk<X>::found(load(row, column_of(segment, row)).most()));
       if (threadIdx.x % 32 == 0) atomicMax(most + row, found);
     }
   }
 
   // `is_usual`: whether all scales are of the usual sizes, and those of their rows.
   template <bool is_usual>
-  __device__ void round(const RowDivisor* divisors) const {
+  __device__ void round(const RowScale* scales) const {
     constexpr int unrolled = is_usual ? 4 : 1;
 #pragma unroll unrolled
     for (int segment = threadIdx.x / 32; segment < count(); segment += warps_that_multiply) {
       const int row = row_of(segment), column = column_of(segment, row), place = column / 16 % 8 ^ row % 8;
       const Chunk<X> chunk = load(row, column);
-      const Divisor by = divisors[row].by;
-      const uint2 eight = codes_of<is_float, !is_usual>(chunk, by);
+      const uint2 eight = codes_of<is_float, is_usual>(chunk, scales[row]);
       if (column < filled)
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + (column / columns_of_stage * T + row) * columns_of_stage +
                                                               place * 16 + column % 16),
@@ -138,10 +120,10 @@ __device__ __forceinline__ void round_part(const AtOnce& a, const PartOfX<Number
                                            const AtOnceMemory<T>& at, uint32_t arrived) {
   const int blocks = a.product.blocks_of_cluster, thread = threadIdx.x, block = blocks > 1 ? block_of_cluster() : 0;
   uint32_t* const most = reinterpret_cast<uint32_t*>(memory + at.most);  // [block] of [T]
-  RowDivisor* const divisors = reinterpret_cast<RowDivisor*>(memory + at.divisors);
+  RowScale* const scales = reinterpret_cast<RowScale*>(memory + at.scales);
   if (!a.fixed_scale) {
     // What this block finds is gathered where the scales will be: others may write to `most` by now.
-    uint32_t* const mine = blocks > 1 ? reinterpret_cast<uint32_t*>(divisors) : most;
+    uint32_t* const mine = blocks > 1 ? reinterpret_cast<uint32_t*>(scales) : most;
     part.find_most(mine);
     wait_for_multipliers();
     if (blocks > 1) {
@@ -154,26 +136,24 @@ __device__ __forceinline__ void round_part(const AtOnce& a, const PartOfX<Number
       wait_for_sent(arrived);
     }
   }
-  bool is_usual = !a.fixed_scale;
+  bool is_usual = true;
   if (thread < part.rows) {
-    float scale;
+    RowScale scale;
     if (a.fixed_scale) {
-      scale = *a.fixed_scale;
+      scale = scale_of_all(*a.fixed_scale);
     } else {
       uint32_t all = 0;
 #pragma unroll 1
       for (int other = 0; other < blocks; other++) all = max(all, most[other * T + thread]);
-      scale = __fdiv_rn(__uint_as_float(all), part.is_float ? 448.0f : 127.0f);
+      scale = scale_of_row<X, part.is_float>(__uint_as_float(all));
     }
-    if (!isfinite(scale)) scale = __int_as_float(0x7fffffff);  // the codes of such a row stand for NaN
-    const Divisor by(scale);
-    is_usual &= by.factor == 1.0f;
-    divisors[thread] = {scale, by};
+    is_usual = scale.is_usual();
+    scales[thread] = scale;
   }
   if (synchronize_and(1, threads_that_multiply, is_usual)) {
-    part.template round<true>(divisors);
+    part.template round<true>(scales);
   } else {
-    part.template round<false>(divisors);
+    part.template round<false>(scales);
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tensor cores read what was stored here
   wait_for_multipliers();
