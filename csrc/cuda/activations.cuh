@@ -1,5 +1,6 @@
 // Rounds x [M, K] to 8-bit codes with a scale a row, or one for all: a row a block, or short ones a warp, held in registers
-// between the largest magnitude and the codes. The bits are those of IEEE division by the scale and rounding to nearest, ties to even.
+// between the largest magnitude and the codes. The bits are those of IEEE division by the scale and rounding to nearest, ties to
+// even.
 #pragma once
 
 #include <cuda_fp8.h>

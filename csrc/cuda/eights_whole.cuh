@@ -56,9 +56,8 @@ __device__ __forceinline__ void round_whole(const Whole& all, int64_t m, int ste
       all.fixed_scale, steps * columns_of_stage,
       [&](int r, int chunk, uint2 codes) {
         const int row = warp + r * warps, place = lane / 2 % 8 ^ row % 8;
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at + row * columns_of_stage + place * 16 + chunk * 2 * T * columns_of_stage),
-                     "r"(codes.x), "r"(codes.y)
-                     : "memory");
+        const uint32_t there = at + row * columns_of_stage + place * 16 + chunk * 2 * T * columns_of_stage;
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(there), "r"(codes.x), "r"(codes.y) : "memory");
       },
       [&](int r, float scale) { scales[warp + r * warps] = scale; });
 }
@@ -101,6 +100,7 @@ __device__ __forceinline__ void copy_whole(const CUtensorMap& w, const Product8&
   using Shape = WholeShape<T>;
   const int blocks = a.blocks_of_cluster, block = blocks > 1 ? block_of_cluster() : 0;
   const uint64_t policy = a.tiles_m > blocks ? read_again() : read_once();
+  const auto to_all = static_cast<uint16_t>((1 << blocks) - 1);
 #pragma unroll 1
   for (int part = 0, step = 0; part < Shape::parts; part++) {
     const int last = a.steps * (part + 1) / Shape::parts;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void copy_whole(const CUtensorMap& w, const Product8&
       if (blocks == 1)
         copy_box(place, w, step * columns_of_stage, tile_n * Shape::rows, barrier, policy);
       else if (step % blocks == block)
-        copy_box_to_all(place, w, step * columns_of_stage, tile_n * Shape::rows, barrier, static_cast<uint16_t>((1 << blocks) - 1), policy);
+        copy_box_to_all(place, w, step * columns_of_stage, tile_n * Shape::rows, barrier, to_all, policy);
     }
   }
 }
@@ -168,7 +168,8 @@ __global__ void __launch_bounds__(threads_of_whole, T == 16 ? 2 : 1)
 #pragma unroll
   for (int j = 0; j < T / 8; j++) {
     const int4 four = *reinterpret_cast<const int4*>(sums + 4 * j);
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place(part, j)), "r"(four.x), "r"(four.y), "r"(four.z), "r"(four.w)
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place(part, j)), "r"(four.x), "r"(four.y), "r"(four.z),
+                 "r"(four.w)
                  : "memory");
   }
   __syncthreads();
