@@ -11,6 +11,7 @@ The libraries go through torch's stable ABI and never see Python, so one wheel s
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import shutil
@@ -138,16 +139,16 @@ def cpu_commands(out: Path, temp: Path) -> list[tuple[Path, list[str]]]:
         for source in ("linear", "panels", "ends", "quantize"):
             objects[temp / f"{source}_{name}.o"] = [*flags, f"-DLOWBIT_SET={name}", str(folder / f"{source}.cpp")]
     if "avx512" in INSTRUCTION_SETS:
-        for name in ("avx2", "avx512"):
-            objects[temp / f"order_of_x_{name}.o"] = [
+        for name, source in itertools.product(("avx2", "avx512"), ("order_of_x", "units_of_x")):
+            objects[temp / f"{source}_{name}.o"] = [
                 *INSTRUCTION_SETS[name],
                 f"-DLOWBIT_SET={name}",
-                str(folder / "order_of_x.cpp"),
+                str(folder / f"{source}.cpp"),
             ]
-        for source in ("digits_avx2", "floats_avx2"):
+        for source in ("digits_avx2", "floats_avx2", "interleaved_avx2"):
             objects[temp / f"{source}.o"] = [*INSTRUCTION_SETS["avx2"], str(folder / f"{source}.cpp")]
         flags = [*INSTRUCTION_SETS["avx512"], "-mavx512vbmi", "-mavx512vnni", "-Wno-uninitialized"]  # of GCC's own intrinsics
-        for source in ("digits", "floats"):
+        for source in ("digits", "floats", "interleaved"):
             objects[temp / f"{source}.o"] = [*flags, str(folder / f"{source}.cpp")]
         flags = [*INSTRUCTION_SETS["avx512"], "-mavx512bf16", "-Wno-uninitialized"]
         objects[temp / "dots.o"] = [*flags, str(folder / "dots.cpp")]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from lowbit_kernels.layouts import LAYOUTS
+
 from .linear import QLinear
 from .tensor import QTensor
 
@@ -73,9 +75,8 @@ def _groups(read: dict[QLinear, list[Tensor]]) -> list[list[QLinear]]:
 
 
 def _may_be_fused(layer: QLinear) -> bool:
-    rows = 16 if layer.byte_layout != "canonical" else 1
     plain = layer.transform is None and layer.outer is None and layer.fused is None and not layer._forward_hooks
-    return plain and len(layer._sharing()) == 1 and layer.out_features % rows == 0
+    return plain and len(layer._sharing()) == 1 and layer.out_features % LAYOUTS[layer.byte_layout].rows == 0
 
 
 def _kind(layer: QLinear) -> tuple[Any, ...]:

@@ -48,8 +48,8 @@ def direct(operator: OpOverload) -> Product:
     return operator._op
 
 
-def prepared(operator: OpOverload, check: OpOverload, launch: OpOverload, *how: Any) -> Product:
-    """``operator`` bound to ``how``, whose weight ``check`` looks at once, for as long as it stays where it is in memory.
+def prepared(operator: OpOverload, check: OpOverload, launch: OpOverload, *how: Any, **named: Any) -> Product:
+    """``operator`` bound to ``how`` and ``named``, whose weight ``check`` looks at once, while it stays where it is in memory.
 
     ``check`` takes what ``operator`` does and returns bytes, with which ``launch`` multiplies; none where the weight cannot be
     read where it lies. Looking at all arguments costs a layer of one row more host time than its kernel. A first call is not
@@ -84,12 +84,12 @@ def prepared(operator: OpOverload, check: OpOverload, launch: OpOverload, *how: 
         known, ready = kept
         if places == known:
             if ready is None:
-                ready = look(x, packed, scale, zero, outer, bias, *how, *(() if given is None else (given,)))
+                ready = look(x, packed, scale, zero, outer, bias, *how, *(() if given is None else (given,)), **named)
                 kept = places, ready
             if ready.numel():
                 return again(x, ready)
         else:
             kept = places, None
-        return multiply(x, packed, scale, zero, outer, bias, *how, *(() if given is None else (given,)))
+        return multiply(x, packed, scale, zero, outer, bias, *how, *(() if given is None else (given,)), **named)
 
     return product

@@ -24,7 +24,21 @@ from .registry import Call, Kernel, register
 
 _ROWS = 64  # of x that a kernel takes at once
 
-__all__ = ["available", "byte_table", "digits_linear", "linear", "number_table", "quantized_linear", "two_digits_linear"]
+__all__ = [
+    "OF_DIGITS",
+    "are_integers",
+    "available",
+    "by_digits",
+    "by_one_digit",
+    "byte_table",
+    "digits_linear",
+    "linear",
+    "number_table",
+    "other_activation",
+    "quantized_linear",
+    "told",
+    "two_digits_linear",
+]
 
 
 def available() -> str | None:
@@ -54,7 +68,7 @@ def byte_table(name: str) -> Tensor:
 @Bound
 def linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for few rows of ``x``: exact integers times x in float32, rounded once at the end."""
-    multiply, how = direct(torch.ops.lowbit_cpu.linear.default), _how(scheme)
+    multiply, how = direct(torch.ops.lowbit_cpu.linear.default), told(scheme)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
@@ -67,25 +81,26 @@ def linear(scheme: Scheme) -> Product:
 @Bound
 def digits_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for few rows of ``x``: exact integers times three digits of ``x``."""
-    return _by_digits(scheme, 3)
+    return by_digits(scheme, 3)
 
 
 @Bound
 def two_digits_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for few rows of ``x``: exact integers times two digits of ``x``."""
-    return _by_digits(scheme, 2)
+    return by_digits(scheme, 2)
 
 
-def _how(scheme: Scheme) -> tuple[Tensor, Tensor | None, int]:
+def told(scheme: Scheme) -> tuple[Tensor, Tensor | None, int]:
     """What the operators are told of a scheme: the numbers of the codes and of scales that are codes, and the group size."""
     scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
     return number_table(scheme.format), scales, scheme.group_size
 
 
-def _by_digits(scheme: Scheme, digits: int) -> Product:
+def by_digits(scheme: Scheme, digits: int, interleaved: bool = False) -> Product:
+    """The product by so many digits of ``x``, of weights that are canonical or interleaved."""
     ops = torch.ops.lowbit_cpu
     of = ops.digits_linear.default, ops.digits_prepared.default, ops.prepared_linear.default
-    return prepared(*of, *_how(scheme), digits)
+    return prepared(*of, *told(scheme), digits, **{"interleaved": True} if interleaved else {})
 
 
 def _digits_available() -> str | None:
@@ -114,10 +129,14 @@ def _are_small_integers(fmt: Format) -> bool:
     scaled = next(([v * 2**log for v in values] for log in range(9) if all((v * 2**log).is_integer() for v in values)), None)
     if scaled is None or max(map(abs, scaled)) * _columns_of_a_lane(fmt.bits) > 512:
         return False
-    if fmt.bits <= 6 and max(scaled) - min(scaled) <= 127:
-        return True
+    return (fmt.bits <= 6 and max(scaled) - min(scaled) <= 127) or are_integers(fmt)
+
+
+def are_integers(fmt: Format) -> bool:
+    """Whether numbers are those of two's complement, or of codes without a sign, times a power of two."""
     half = 1 << (fmt.bits - 1)
-    return scaled in ([(c ^ half) - half for c in range(2 * half)], list(range(2 * half)))
+    codes = [(c ^ half) - half for c in range(2 * half)], [*range(2 * half)]
+    return any([v * 2**log for v in fmt.values] == of for log in range(9) for of in codes)
 
 
 def _quicker(dots: Callable[[int], int], floats: dict[str, int]) -> Callable[[Call], str | None]:
@@ -141,7 +160,7 @@ def _dots_beside_digits(bits: int) -> int:
     return {8: 12, 4: 14, 3: 24, 2: 24}.get(bits, 15)
 
 
-_OF_DIGITS = Kernel(
+OF_DIGITS = Kernel(
     "cpu_digits",
     "linear",
     digits_linear,
@@ -158,20 +177,25 @@ _OF_DIGITS = Kernel(
 )
 register(
     replace(
-        _OF_DIGITS,
+        OF_DIGITS,
         name="cpu_two_digits",
         run=two_digits_linear,
         contract="two digits",
         dtypes=frozenset({torch.bfloat16, torch.float16}),
     )
 )
-register(_OF_DIGITS)
+register(OF_DIGITS)
 
 
 @Bound
 def quantized_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one digit."""
-    multiply = _by_digits(scheme, 1)
+    return by_one_digit(scheme)
+
+
+def by_one_digit(scheme: Scheme, interleaved: bool = False) -> Product:
+    """The product of :func:`quantized_linear`, of weights that are canonical or interleaved."""
+    multiply = by_digits(scheme, 1, interleaved)
 
     def product(
         x: Tensor,
@@ -190,20 +214,20 @@ def quantized_linear(scheme: Scheme) -> Product:
     return product
 
 
-def _other_activation(call: Call) -> str | None:
+def other_activation(call: Call) -> str | None:
     return None if str(call.activation) == "int8:row:fp32" else f"activation: takes int8:row:fp32, got {call.activation}"
 
 
 register(
     replace(
-        _OF_DIGITS,
+        OF_DIGITS,
         name="cpu_int8_activations",
         op="quantized_linear",
         run=quantized_linear,
         contract="exact",
         m=(1, None),
         quicker=lambda call: "cpu_int_mm" if call.m > 16 else None,
-        also=_other_activation,
+        also=other_activation,
     )
 )
 register(

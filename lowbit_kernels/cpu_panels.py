@@ -14,8 +14,9 @@ from lowbit.scales import choose
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from .bound import Bound, Product, direct
-from .cpu import available, byte_table, number_table
-from .registry import Call, Kernel, register
+from .cpu import available, other_activation, told
+from .interleaved import ROWS
+from .registry import Kernel, register
 
 __all__ = ["dequantize", "dots_linear", "embedding", "int8_products", "panels_linear"]
 
@@ -26,26 +27,30 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
-def _fill(scheme: Scheme) -> Fill:
+def _fill(scheme: Scheme, interleaved: bool = False) -> Fill:
     """``fill(out, packed, scale, zero_point, outer)`` writes rows of a weight into ``out`` [N, K]."""
-    scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
-    values, operator = number_table(scheme.format), torch.ops.lowbit_cpu.panel.default
+    how, operator = told(scheme), torch.ops.lowbit_cpu.panel.default
 
     def fill(out: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None) -> None:
-        operator(out, packed, scale, zero, outer, values, scales, scheme.group_size)
+        operator(out, packed, scale, zero, outer, *how, interleaved=interleaved)
 
     return fill
 
 
 def _panels(rows: int, k: int) -> Iterator[slice]:
-    step = max(_PANEL // max(k, 1) // 16 * 16, 16)
+    step = max(_PANEL // max(k, 1) // ROWS * ROWS, ROWS)
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 @Bound
 def panels_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``, a panel of rows at a time."""
-    fill = _fill(scheme)
+    return by_panels(scheme)
+
+
+def by_panels(scheme: Scheme, interleaved: bool = False) -> Product:
+    """The product of :func:`panels_linear`, of weights that are canonical or interleaved."""
+    fill = _fill(scheme, interleaved)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
@@ -71,18 +76,22 @@ def panels_linear(scheme: Scheme) -> Product:
 @Bound
 def dots_linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` with the weight dequantized to bfloat16, some rows at a time, on the processor's dot products of it."""
-    scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
-    values, operator = number_table(scheme.format), direct(torch.ops.lowbit_cpu.dots_linear.default)
+    return by_dots(scheme)
+
+
+def by_dots(scheme: Scheme, interleaved: bool = False) -> Product:
+    """The product of :func:`dots_linear`, of weights that are canonical or interleaved."""
+    how, operator = told(scheme), direct(torch.ops.lowbit_cpu.dots_linear.default)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
     ) -> Tensor:
-        return operator(x, packed, scale, zero, outer, bias, values, scales, scheme.group_size)
+        return operator(x, packed, scale, zero, outer, bias, *how, interleaved)
 
     return product
 
 
-def _dots_available() -> str | None:
+def dots_available() -> str | None:
     """Why this processor cannot multiply bfloat16, with the remedy; None if it can."""
     if (missing := available()) is not None or torch.ops.lowbit_cpu.has_dots():
         return missing
@@ -90,13 +99,20 @@ def _dots_available() -> str | None:
 
 
 def dequantize(
-    packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, scheme: Scheme, k: int, dtype: torch.dtype
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    scheme: Scheme,
+    k: int,
+    dtype: torch.dtype,
+    interleaved: bool = False,
 ) -> Tensor:
     """The weight [..., N, K] as ``dtype``: each number computed in float32 and rounded once."""
     out = torch.empty(*packed.shape[:-1], k, dtype=dtype)
     if out.numel() == 0:
         return out
-    fill, lead = _fill(scheme), packed.shape[:-2]
+    fill, lead = _fill(scheme, interleaved), packed.shape[:-2]
     flat = [
         None if part is None else part.reshape(-1, *part.shape[len(lead) :]) for part in (out, packed, scale, zero_point, outer)
     ]
@@ -116,13 +132,19 @@ def embedding(
     dtype: torch.dtype,
 ) -> Tensor:
     """Rows ``indices`` (any shape) of the weight [N, K]: only those rows are unpacked."""
+    flat = checked_indices(indices, packed.shape[0])
+    rows = dequantize(packed[flat], scale[flat], None if zero_point is None else zero_point[flat], outer, scheme, k, dtype)
+    return rows.reshape(*indices.shape, k)
+
+
+def checked_indices(indices: Tensor, rows: int) -> Tensor:
+    """``indices`` [I]. Raises ``IndexError`` for one that is none of so many rows."""
     flat = indices.reshape(-1)
     if flat.numel():
         low, high = (int(v) for v in torch.aminmax(flat))
-        if low < 0 or high >= packed.shape[0]:
-            raise IndexError(f"embedding indices must be 0..{packed.shape[0] - 1}, got {low}..{high}")
-    rows = dequantize(packed[flat], scale[flat], None if zero_point is None else zero_point[flat], outer, scheme, k, dtype)
-    return rows.reshape(*indices.shape, k)
+        if low < 0 or high >= rows:
+            raise IndexError(f"embedding indices must be 0..{rows - 1}, got {low}..{high}")
+    return flat
 
 
 def int8_products(
@@ -152,10 +174,6 @@ def int8_products(
     return y.to(x.dtype).reshape(*x.shape[:-1], packed.shape[0])
 
 
-def _other_activation(call: Call) -> str | None:
-    return None if str(call.activation) == "int8:row:fp32" else f"activation: takes int8:row:fp32, got {call.activation}"
-
-
 register(
     Kernel(
         "cpu_int_mm",
@@ -168,7 +186,7 @@ register(
         groups=lambda size: None if size == -1 else "takes the whole row",
         dtypes=_DTYPES,
         m=(17, None),
-        also=_other_activation,
+        also=other_activation,
         tiles=((17, 16, 32),),
         available=available,
     )
@@ -183,7 +201,7 @@ register(
         dtypes=frozenset({torch.bfloat16}),
         m=(1, None),
         tiles=((6, 4, 32), (24, 32, 1024)),
-        available=_dots_available,
+        available=dots_available,
     )
 )
 for _name, _op, _run in (

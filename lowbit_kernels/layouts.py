@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.packing import packed_size
 from lowbit.scheme import Scheme
 
-from . import tiles
+from . import interleaved, tiles
 
 __all__ = ["LAYOUTS", "Layout", "Parts"]
 
@@ -36,13 +36,15 @@ def _canonical_sizes(scheme: Scheme, n: int, k: int) -> tuple[int, int]:
 class Layout:
     """A named bijection. ``arrange(parts, scheme, k)`` takes canonical parts, ``restore`` gives them back bit for bit.
 
-    ``sizes(scheme, n, k)``: the last dimensions of ``packed`` and of ``scale`` for a weight [n, k] in this layout.
+    ``sizes(scheme, n, k)``: the last dimensions of ``packed`` and of ``scale`` for a weight [n, k] in this layout. ``rows``: how
+    many lie together, so that weights of multiples of as many can lie one behind the other as one weight.
     """
 
     name: str
     arrange: Callable[[Parts, Scheme, int], Parts]
     restore: Callable[[Parts, Scheme, int], Parts]
     sizes: Callable[[Scheme, int, int], tuple[int, int]] = _canonical_sizes
+    rows: int = 1
 
 
 def _same(parts: Parts, scheme: Scheme, k: int) -> Parts:
@@ -57,7 +59,16 @@ def _from_tiles(parts: Parts, scheme: Scheme, k: int) -> Parts:
     return Parts(*tiles.restore(*parts, scheme, k))
 
 
+def _interleave(parts: Parts, scheme: Scheme, k: int) -> Parts:
+    return Parts(*interleaved.arrange(*parts, scheme, k))
+
+
+def _from_interleaved(parts: Parts, scheme: Scheme, k: int) -> Parts:
+    return Parts(*interleaved.restore(*parts, scheme, k))
+
+
 LAYOUTS: dict[str, Layout] = {
     "canonical": Layout("canonical", _same, _same),
-    "tiles": Layout("tiles", _to_tiles, _from_tiles, tiles.sizes),
+    "tiles": Layout("tiles", _to_tiles, _from_tiles, tiles.sizes, tiles.ROWS),
+    "interleaved": Layout("interleaved", _interleave, _from_interleaved, rows=interleaved.ROWS),
 }

@@ -42,6 +42,7 @@ _BACKENDS = (
     "lowbit_kernels.cuda_activations",
     "lowbit_kernels.cpu",
     "lowbit_kernels.cpu_panels",
+    "lowbit_kernels.cpu_interleaved",
     "lowbit_kernels.cpu_quantize",
     "lowbit_kernels.triton",
     "lowbit_kernels.reference",
@@ -87,6 +88,7 @@ class Kernel:
     ``quicker``: the row that is faster for a call, where it takes it too; ``select`` names that one.
     ``on_request``: taken only where :func:`strict` names it (an interpreter, say, is right but slow).
     ``epilogues``: the functions at the end of a product that its ``run`` takes as ``epilogue``; others are applied to its result.
+    ``multiples``: the N and the K that it takes are multiples of these.
     ``tiles``: (M, N, K) of the blocks it works in, whose edges tests probe.
     ``layout`` None: reads canonical bytes, and takes a weight in any layout, whose bytes are restored for each call.
     """
@@ -109,6 +111,7 @@ class Kernel:
     quicker: Callable[[Call], str | None] = lambda call: None
     on_request: bool = False
     epilogues: frozenset[str] = frozenset({"none"})
+    multiples: tuple[int, int] = (1, 1)
     tiles: tuple[tuple[int, int, int], ...] = ()
 
     def refusal(self, call: Call) -> str | None:
@@ -130,6 +133,9 @@ class Kernel:
         low, high = self.m
         if call.m < low or (high is not None and call.m > high):
             return f"M: takes {low}..{'any' if high is None else high}, got {call.m}"
+        for name, size, of in (("N", call.n, self.multiples[0]), ("K", call.k, self.multiples[1])):
+            if size % of:
+                return f"{name}: takes multiples of {of}, got {size}"
         if call.arch < self.arch:
             return f"arch: needs at least {self.arch}, got {call.arch}"
         if (reason := self.also(call)) is not None:

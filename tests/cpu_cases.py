@@ -44,3 +44,14 @@ def weight(scheme: Scheme, n: int, k: int) -> tuple[Parts, Tensor]:
     w[:, ::31] *= 20
     parts = reference.quantize(w, scheme, "range")
     return parts, reference.dequantize(*parts, scheme, k, torch.float64)
+
+
+def hard_rows(m: int, k: int, dtype: torch.dtype, least: float) -> Tensor:
+    """Rows with outliers, of zeros, of numbers that cancel, and near either end of the numbers of a float."""
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m + k))
+    x[0, k // 3] = 1000
+    for row, change in enumerate((lambda r: r * 0, lambda r: r[:1] * (-1) ** torch.arange(k), lambda r: r * least)):
+        if row + 1 < m:
+            x[row + 1] = change(x[row + 1])
+    x[-1] *= 1 if m < 6 else 2.0**13 if dtype == torch.float16 else 2.0**90
+    return x.to(dtype)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from accuracy import linear_bound
-from cpu_cases import SCHEMES, Parts, linear, weight
+from cpu_cases import SCHEMES, Parts, hard_rows, linear, weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -157,17 +157,6 @@ OF_STEPS = (
     *(Scheme(name, group) for name in ("nf4", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2") for group in (32, 48, -1)),
     Scheme("fp4_e2m1", 16, scale="fp8_e4m3fn", outer=True),
 )
-
-
-def hard_rows(m: int, k: int, dtype: torch.dtype, least: float) -> Tensor:
-    """Rows with outliers, of zeros, of numbers that cancel, and near either end of the numbers of a float."""
-    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m + k))
-    x[0, k // 3] = 1000
-    for row, change in enumerate((lambda r: r * 0, lambda r: r[:1] * (-1) ** torch.arange(k), lambda r: r * least)):
-        if row + 1 < m:
-            x[row + 1] = change(x[row + 1])
-    x[-1] *= 1 if m < 6 else 2.0**13 if dtype == torch.float16 else 2.0**90
-    return x.to(dtype)
 
 
 @pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])

@@ -18,7 +18,7 @@ from lowbit_kernels.registry import trace
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=cpu.available() or "")
 
 
-@pytest.mark.skipif(cpu_panels._dots_available() is not None, reason=cpu_panels._dots_available() or "")
+@pytest.mark.skipif(cpu_panels.dots_available() is not None, reason=cpu_panels.dots_available() or "")
 @given(
     scheme=st.sampled_from(SCHEMES),
     shape=st.tuples(st.integers(1, 70), st.integers(1, 40), st.integers(1, 4200)),
@@ -42,7 +42,7 @@ def test_dots_of_any_shape(
     assert ((y.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.skipif(cpu_panels._dots_available() is not None, reason=cpu_panels._dots_available() or "")
+@pytest.mark.skipif(cpu_panels.dots_available() is not None, reason=cpu_panels.dots_available() or "")
 @pytest.mark.parametrize(
     ("scheme", "least"),
     [("int4", 14), ("int8", 12), ("int6", 15), ("mxint8", 12), ("int2", 24), ("int3", 24), ("fp8", 3), ("nf4", 3), ("mxfp8", 3)],

@@ -39,7 +39,7 @@ def weight(scheme: Scheme, n: int, k: int) -> Parts:
 
 
 def how(scheme: Scheme, digits: int) -> tuple[Tensor, Tensor | None, int, int]:
-    return *cpu._how(scheme), digits
+    return *cpu.told(scheme), digits
 
 
 def both(x: Tensor, parts: Parts, bias: Tensor | None, scheme: Scheme, digits: int, *given: Tensor) -> tuple[Tensor, Tensor]:

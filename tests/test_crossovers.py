@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,11 +83,12 @@ def test_a_table_is_measured_written_and_read(tmp_path, monkeypatch, capsys):
     arguments = ["--schemes", "int4,fp8", "--shapes", "64x256", "--batches", "1,16", "--device", "cpu", "--repeats", "1"]
     crossover.main([*arguments, "--out", str(path)])
     table = crossovers.load("cpu", 0)
+    call = registry.Call("linear", "cpu", 0, "canonical", Scheme.parse("int4"), torch.bfloat16, 1, 64, 256)
     assert [(e.op, e.scheme, e.layout) for e in table.entries] == [
-        ("linear", "uint4:g128:zint:bf16", "canonical"),
+        ("linear", "uint4:g128:zint:bf16", layout := registry.preferred_layout(call)),
         ("linear", "fp8_e4m3fn:row:bf16", "canonical"),
     ]
-    assert table.fastest("linear", Scheme.parse("int4"), "canonical", 1, 64, 256) == table.entries[0].row(1)
+    assert table.fastest("linear", Scheme.parse("int4"), layout, 1, 64, 256) == table.entries[0].row(1)
     assert table.fastest("linear", Scheme.parse("int3"), "canonical", 1, 64, 256) is None
     assert crossovers.load("an unknown one", 0) == table
     assert crossovers.load("an unknown one", 90) is None

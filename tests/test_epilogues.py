@@ -84,8 +84,9 @@ def test_a_product_ends_in_a_function(row, name, biased):
     scheme, dtype = scheme_for(row), dtype_for(row)
     torch.manual_seed(0)
     m = max(row.m[0], 1)
-    q = QTensor.quantize(torch.randn(16, 256, dtype=dtype), scheme)
-    bias = torch.linspace(-3, 3, 16).to(dtype) if biased else None
+    n = max(16, row.multiples[0])
+    q = QTensor.quantize(torch.randn(n, 256, dtype=dtype), scheme)
+    bias = torch.linspace(-3, 3, n).to(dtype) if biased else None
     checked(row, row.op, name, torch.randn(m, 256).to(dtype) / 8, q, bias)
 
 

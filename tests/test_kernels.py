@@ -62,9 +62,19 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 
 def edges(row: Kernel, axis: int, usual: tuple[int, ...]) -> tuple[int, ...]:
-    """The usual sizes along an axis of (M, N, K), and one below, at and one above every tile of the row."""
+    """The usual sizes along an axis of (M, N, K), and one below, at and one above every tile of the row, or the multiples next to
+    them."""
     near = (tile[axis] + step for tile in row.tiles for step in (-1, 0, 1))
-    return tuple(sorted({*usual, *near}))
+    of = (1, *row.multiples)[axis]
+    return tuple(sorted({-(-size // of) * of for size in (*usual, *near)}))
+
+
+def ks(row: Kernel) -> tuple[int, ...]:
+    return edges(replace(row, tiles=()), 2, KS)
+
+
+def rows_of(row: Kernel, n: int) -> int:
+    return -(-n // row.multiples[0]) * row.multiples[0]
 
 
 def ms(row: Kernel) -> tuple[int, ...]:
@@ -347,9 +357,9 @@ def test_strided_weight(run: Run) -> None:
 def test_dequantize(run: Run, dtype: torch.dtype) -> None:
     if run.row.dtypes is not None and dtype not in run.row.dtypes:
         return
-    for case in pairwise({"weight": weights(run.row), "group": groups(run.row), "scale": scales(run.row), "k": KS}):
+    for case in pairwise({"weight": weights(run.row), "group": groups(run.row), "scale": scales(run.row), "k": ks(run.row)}):
         scheme = scheme_of(case["weight"], case["group"], case["scale"])
-        weight = make_weight(scheme, 5, case["k"])
+        weight = make_weight(scheme, rows_of(run.row, 5), case["k"])
         w = run.do("operator", scheme, *weight.arranged(run.row.layout, scheme), rest=(case["k"], dtype))
         assert w.dtype == dtype
         assert_within(w, weight.values, weight_bound(weight.values, dtype))
@@ -359,9 +369,9 @@ def test_dequantize(run: Run, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 2)])
 def test_embedding(run: Run, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     indices = torch.randint(9, shape, generator=torch.Generator().manual_seed(0))
-    for case in pairwise({"weight": weights(run.row), "group": groups(run.row), "scale": scales(run.row), "k": KS}):
+    for case in pairwise({"weight": weights(run.row), "group": groups(run.row), "scale": scales(run.row), "k": ks(run.row)}):
         scheme = scheme_of(case["weight"], case["group"], case["scale"])
-        weight = make_weight(scheme, 9, case["k"])
+        weight = make_weight(scheme, rows_of(run.row, 9), case["k"])
         rows = run.do("operator", scheme, indices, *weight.arranged(run.row.layout, scheme), rest=(case["k"], dtype))
         assert rows.dtype == dtype
         exact = weight.values[indices]
@@ -372,7 +382,7 @@ def test_embedding(run: Run, dtype: torch.dtype, shape: tuple[int, ...]) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantize(run: Run, dtype: torch.dtype) -> None:
     """With the scales that the row chose, no code is nearer to the weight than the one it took."""
-    for case in pairwise({"weight": weights(run.row), "group": groups(run.row), "scale": scales(run.row), "k": KS}):
+    for case in pairwise({"weight": weights(run.row), "group": groups(run.row), "scale": scales(run.row), "k": ks(run.row)}):
         scheme = scheme_of(case["weight"], case["group"], case["scale"])
         w = make_x(3, case["k"], dtype, "plain")
         packed, scale, zero, outer = (part.cpu() for part in run.do("operator", scheme, w, rest=("range",)))

@@ -25,7 +25,7 @@ static inline int64_t columns_of(int bits, int lanes) { return 4 * lanes * field
 
 // Whether digits are words, to the base 65536, and two fields of a step's columns; otherwise bytes, to the base 256. AVX2 adds
 // products of unsigned and signed bytes in 16 bits, which those of eight bits exceed.
-static inline bool takes_words(int bits, int lanes) { return bits == 8 && lanes == narrow_lanes; }
+constexpr bool takes_words(int bits, int lanes) { return bits == 8 && lanes == narrow_lanes; }
 constexpr int words_of(int digits) { return (digits + 1) / 2; }
 
 struct DigitsOfX {

@@ -82,7 +82,7 @@ struct DigitsPlan {
     STD_TORCH_CHECK(a.bits > 1 && are_bytes(a, how, table) && fits(a, how, a.zero_point.data),
                     "digits take weights that are small integers");
     STD_TORCH_CHECK(!a.zero_point.data || !(how.table || how.flipped), "zero points go with integers that have no sign");
-    STD_TORCH_CHECK(takes_group(a.bits, a.group, a.k), "digits of ", a.bits, "-bit weights take groups of a multiple of ",
+    STD_TORCH_CHECK(a.interleaved || takes_group(a.bits, a.group, a.k), "digits of ", a.bits, "-bit weights take groups of a multiple of ",
                     4 * fields_of(a.bits), ", got groups of ", a.group);
     has_table = how.table, flipped = how.flipped, offset = how.offset, unit = how.unit;
     const int lanes = kernels->lanes;

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "canonical.h"
 #include "panels.h"
 
 namespace lowbit::cpu::avx512bf16 {
@@ -91,12 +92,14 @@ struct Ahead {
 void dots_linear(const Linear& a, const Dots& of, int64_t begin, int64_t end) {
   const int64_t stride = stride_of_dots(a.k), whole = (a.k + columns_of_dots - 1) / columns_of_dots * columns_of_dots;
   const int64_t fit = bytes_of_a_panel / (2 * stride) / some_rows * some_rows;
-  const int64_t most = std::clamp<int64_t>(fit, some_rows, 32), rows_of_x = std::min(a.m, rows_of_x_at_a_time);
+  const int64_t most = a.interleaved ? rows_together : std::clamp<int64_t>(fit, some_rows, 32), rows_of_x = std::min(a.m, rows_of_x_at_a_time);
   const std::unique_ptr<uint16_t[]> numbers(new uint16_t[most * stride]());
   const std::unique_ptr<float[]> sums(new float[rows_of_x * most]);
   for (int64_t row = begin; row < end; row += most) {
     const int64_t past = std::min(row + most, end), count = past - row;
-    panel(a, Stored::bfloat16, numbers.get(), stride, row, past);
+    in_canonical_rows(a, row, past, [&](const Linear& rows, int64_t first, int64_t end_of_some) {
+      panel(rows, Stored::bfloat16, numbers.get() + (first - row) * stride, stride, first, end_of_some);
+    });
     const int64_t blocks = (whole + columns_at_a_time - 1) / columns_at_a_time;
     Ahead ahead(a, past, std::min(past + most, end), (a.m + most_x - 1) / most_x * blocks * ((count + some_rows - 1) / some_rows));
     for (int64_t m0 = 0; m0 < a.m; m0 += rows_of_x) {

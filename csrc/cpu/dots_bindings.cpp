@@ -22,11 +22,12 @@ bool has_dots() {
 
 // The product of bfloat16 with a weight that is rounded to it, for any number of rows of x.
 Tensor dots_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
-                   std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size) {
+                   std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
+                   bool interleaved) {
   STD_TORCH_CHECK(has_dots(), "this processor has no dot products of bfloat16");
   STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && x_any.scalar_type() == ScalarType::BFloat16, "x must be bfloat16 [..., K] on the CPU");
   const Tensor x = dense(x_any);
-  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
+  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1), interleaved);
   Linear& a = weight.a;
   Product product(x, a.n);
   a.m = product.m;
@@ -53,7 +54,7 @@ Tensor dots_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tens
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cpu, m) {
   m.def(
       "dots_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
-      "Tensor? scale_values, int group_size) -> Tensor");
+      "Tensor? scale_values, int group_size, bool interleaved=False) -> Tensor");
   m.def("has_dots() -> bool");
 }
 

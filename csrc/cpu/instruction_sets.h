@@ -9,6 +9,7 @@
 #include "digits.h"
 #include "ends.h"
 #include "floats.h"
+#include "interleaved.h"
 #include "linear.h"
 #include "panels.h"
 #include "quantize.h"
@@ -20,6 +21,8 @@ struct StepKernels {
   int lanes;
   bool (*take_digits)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&, int64_t, int64_t);
   bool (*digits)(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
+  bool (*take_units)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfUnits&, int64_t, int64_t);
+  void (*interleaved)(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
   void (*take_floats)(const Linear&, const Numbers&, const FloatsOfX&);
   void (*floats)(const Linear&, const FloatsOfX&, int64_t, int64_t);
 };
@@ -38,11 +41,13 @@ struct InstructionSet {
 // Empty: what LOWBIT_CPU names, else the widest that the processor has.
 inline const InstructionSet& instruction_set(const char* asked = "") {
 #if defined(__x86_64__)
-  static const StepKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear, avx512::take_floats,
-                                   avx512vnni::floats_linear};
-  static const StepKernels narrow = {narrow_lanes, avx2::take_digits, avx2::digits_linear, avx2::take_floats, avx2::floats_linear};
+  static const StepKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear, avx512::take_units,
+                                   avx512vnni::interleaved_linear, avx512::take_floats, avx512vnni::floats_linear};
+  static const StepKernels narrow = {narrow_lanes, avx2::take_digits, avx2::digits_linear, avx2::take_units,
+                                     avx2::interleaved_linear, avx2::take_floats, avx2::floats_linear};
   // An AVX-512 without integer dot products takes AVX2's digits.
-  static const StepKernels narrow_digits = {narrow_lanes, avx2::take_digits, avx2::digits_linear, nullptr, nullptr};
+  static const StepKernels narrow_digits = {narrow_lanes, avx2::take_digits, avx2::digits_linear, avx2::take_units,
+                                            avx2::interleaved_linear, nullptr, nullptr};
 #endif
   // The widest first.
   static const InstructionSet sets[] = {

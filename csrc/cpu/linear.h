@@ -44,6 +44,7 @@ struct Linear {
   int bits;
   const uint8_t* packed;
   int64_t packed_stride;
+  bool interleaved = false;  // the rows, in blocks of 32: see interleaved.h
   const float* values;  // [2^bits]
   const uint16_t* halves;  // [256]: the same numbers as 16-bit floats, where they are that
   bool is_signed;          // of integers: two's complement

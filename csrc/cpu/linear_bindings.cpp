@@ -47,10 +47,10 @@ void check_rows(int64_t m, int digits) {
 
 Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
                std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
-               const char* instructions, const std::optional<Tensor>& given = std::nullopt) {
+               const char* instructions, bool interleaved = false, const std::optional<Tensor>& given = std::nullopt) {
   check_x(x_any);
   const Tensor x = dense(x_any);
-  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
+  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1), interleaved);
   Linear& a = weight.a;
   const Product product(x, a.n);
   a.m = product.m;
@@ -73,9 +73,9 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
 // The bytes of what a weight is multiplied with; none where part of it had to be copied, which somebody would have to keep.
 Tensor digits_prepared(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
                        std::optional<Tensor> bias, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
-                       int64_t digits, std::optional<Tensor> input_scale) {
+                       int64_t digits, std::optional<Tensor> input_scale, bool interleaved) {
   check_x(x);
-  const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1));
+  const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1), interleaved);
   check_digits(digits, weight.a);
   const DigitsPlan plan(weight.a, static_cast<int>(digits));
   Prepared made = {Prepared::own_sign(), 0, weight.a, weight.outer_number,
@@ -133,9 +133,10 @@ Tensor linear(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero_
 
 Tensor digits_linear(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
                      std::optional<Tensor> bias, Tensor values, std::optional<Tensor> scale_values, int64_t group_size, int64_t digits,
-                     std::optional<Tensor> input_scale) {
+                     std::optional<Tensor> input_scale, bool interleaved) {
   STD_TORCH_CHECK(digits >= 1 && digits <= 3, "digits must be 1, 2 or 3, got ", digits);
-  return product(static_cast<int>(digits), x, packed, scale, zero_point, outer, bias, values, scale_values, group_size, "", input_scale);
+  return product(static_cast<int>(digits), x, packed, scale, zero_point, outer, bias, values, scale_values, group_size, "", interleaved,
+                 input_scale);
 }
 
 }  // namespace
@@ -146,10 +147,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cpu, m) {
       "Tensor? scale_values, int group_size, str instructions='') -> Tensor");
   m.def(
       "digits_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
-      "Tensor? scale_values, int group_size, int digits, Tensor? input_scale=None) -> Tensor");
+      "Tensor? scale_values, int group_size, int digits, Tensor? input_scale=None, bool interleaved=False) -> Tensor");
   m.def(
       "digits_prepared(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
-      "Tensor? scale_values, int group_size, int digits, Tensor? input_scale=None) -> Tensor");
+      "Tensor? scale_values, int group_size, int digits, Tensor? input_scale=None, bool interleaved=False) -> Tensor");
   m.def("prepared_linear(Tensor x, Tensor prepared) -> Tensor");
   m.def("takes_digits(Tensor values, bool zero_points) -> bool");
   m.def("instructions() -> str");

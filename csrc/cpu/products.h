@@ -1,33 +1,30 @@
 // Products of rows of x and a weight that has been checked: by digits, in floats a step at a time, or in floats.
 #pragma once
 
+#include <optional>
+#include <vector>
+
+#include "canonical.h"
 #include "digits_plan.h"
 #include "raised.h"
 #include "tasks.h"
 #include "weight.h"
 
 namespace lowbit::cpu {
+namespace {
 
-// The product by digits of x; false where it cannot be had. `groups`: of the plan's steps.
-template <typename Finish>
-bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* groups, const Numbers& x, const float* given,
-                     const Finish& finish) {
+// `take(begin, end)` makes digits of rows of x, false where they have none, and `multiply(turn)` multiplies rows of the weight with
+// them, false where their sums might not hold; false where one of them did not work.
+template <typename Take, typename Multiply, typename Finish>
+bool multiply_taken(const Linear& a, const Take& take_rows, const Multiply& multiply_rows, const Finish& finish) {
   constexpr int64_t line = 64;
-  const auto lines = [](int64_t bytes) { return (bytes + line - 1) / line * line; };
-  const int64_t digits = lines(plan.steps * a.m * plan.size * plan.columns);
-  const int64_t sums = lines(plan.steps * a.m * plan.kernels->lanes * 4);
-  const auto room = lines_of<int8_t>(digits + sums + a.m * plan.slices * 4);
-  const Bytewise how = plan.bytewise();
-  const DigitsOfX of_x = {plan.count, given, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.in_quarters,
-                          room.get(), reinterpret_cast<int32_t*>(room.get() + digits),
-                          reinterpret_cast<float*>(room.get() + digits + sums)};
   std::atomic<bool> good{true};
   const auto take = [&](int64_t begin, int64_t end) {
-    if (!plan.kernels->take_digits(a, how, x, of_x, begin, end)) good = false;
+    if (!take_rows(begin, end)) good = false;
   };
   // To wake other threads takes as long as some thousand numbers of x: few of them become digits while the others wake, and what
   // each thread multiplies first is on its way.
-  constexpr int64_t numbers = 1 << 13, weights = 1 << 16, last = 16, early = 16 << 10;
+  constexpr int64_t numbers = 1 << 13, weights = 1 << 16, last = 16, last_block = 2 * rows_together, early = 16 << 10;
   const bool is_much = a.m * a.k >= 2 * numbers;
   if (is_much) torch::stable::parallel_for(0, a.m, numbers / a.k + 1, take);
   Once once;
@@ -39,11 +36,56 @@ bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* gro
   };
   const auto multiply = [&](const Turn& turn) {
     if (!good) return;
-    if (!plan.kernels->digits(a, how, of_x, turn)) good = false;
+    if (!multiply_rows(turn)) good = false;
     finish(turn.begin, turn.end);
   };
-  in_turns(a, weights, last, multiply, begin_with);
+  in_turns(a, weights, a.interleaved ? last_block : last, multiply, begin_with);
   return good;
+}
+
+// Bytes in whole lines.
+inline int64_t in_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// The product by digits of x; false where it cannot be had. `groups`: of the plan's steps.
+template <typename Finish>
+bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* groups, const Numbers& x, const float* given,
+                     const Finish& finish) {
+  const int64_t digits = in_lines(plan.steps * a.m * plan.size * plan.columns);
+  const int64_t sums = in_lines(plan.steps * a.m * plan.kernels->lanes * 4);
+  const auto room = lines_of<int8_t>(digits + sums + a.m * plan.slices * 4);
+  const Bytewise how = plan.bytewise();
+  const DigitsOfX of_x = {plan.count, given, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.in_quarters,
+                          room.get(), reinterpret_cast<int32_t*>(room.get() + digits),
+                          reinterpret_cast<float*>(room.get() + digits + sums)};
+  return multiply_taken(
+      a, [&](int64_t begin, int64_t end) { return plan.kernels->take_digits(a, how, x, of_x, begin, end); },
+      [&](const Turn& turn) { return plan.kernels->digits(a, how, of_x, turn); }, finish);
+}
+
+// The same of an interleaved weight.
+template <typename Finish>
+bool multiply_interleaved(const Linear& a, const DigitsPlan& plan, const Numbers& x, const float* given, const Finish& finish) {
+  std::vector<Run> runs;
+  const int64_t most = most_columns_of_run(a.bits), columns = columns_of_unit(a.bits);
+  for (int64_t at = 0; at < a.k;) {
+    const int64_t group = at / a.group, slice_end = std::min((at / slice + 1) * slice, a.k);
+    const int64_t past = std::min({(group + 1) * a.group, slice_end, at + most});
+    runs.push_back({static_cast<int32_t>((past - at) / columns), static_cast<int32_t>(group), past == slice_end});
+    at = past;
+  }
+  const int64_t count = static_cast<int64_t>(runs.size()), digits = in_lines(a.m * a.k * plan.size);
+  const int64_t sums = in_lines(a.m * count * plan.count * 4);
+  const auto room = lines_of<int8_t>(digits + sums + a.m * plan.slices * 4);
+  const Bytewise how = plan.bytewise();
+  const DigitsOfUnits of_x = {plan.count, given, count, runs.data(), room.get(), reinterpret_cast<int32_t*>(room.get() + digits),
+                              reinterpret_cast<float*>(room.get() + digits + sums)};
+  return multiply_taken(
+      a, [&](int64_t begin, int64_t end) { return plan.kernels->take_units(a, how, x, of_x, begin, end); },
+      [&](const Turn& turn) {
+        plan.kernels->interleaved(a, how, of_x, turn);
+        return true;
+      },
+      finish);
 }
 
 // The product in floats, a step at a time; false where it cannot be had.
@@ -117,9 +159,20 @@ inline void multiply(Linear& a, int64_t groups, const Tensor& x, const Tensor& y
     a.m = rows, ends.y = first;
     return good;
   };
-  const auto by_digits = [&](const Numbers& some) { return multiply_digits(a, *how.plan, how.groups, some, how.given, finish); };
+  const auto by_digits = [&](const Numbers& some) {
+    if (a.interleaved) return multiply_interleaved(a, *how.plan, some, how.given, finish);
+    return multiply_digits(a, *how.plan, how.groups, some, how.given, finish);
+  };
   if (how.plan && in_parts(most_rows_at_once, by_digits)) return;
   STD_TORCH_CHECK(!how.plan || how.plan->count != 1, "zero points must be codes, 0..", (1 << a.bits) - 1);
+  std::optional<CanonicalRows> canonical;
+  if (a.interleaved) {
+    canonical.emplace(a, a.n / rows_together);
+    torch::stable::parallel_for(0, a.n / rows_together, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) canonical->restore(i * rows_together, i);
+    });
+    a = canonical->from(0);
+  }
   in_parts(most_rows, [&](Numbers some) {
     const Raised raised(some, a.m, a.k);
     if (raised.numbers) some.data = raised.numbers.get(), some.stored = Stored::float32;
@@ -138,4 +191,5 @@ inline void multiply_planned(Linear& a, int64_t groups, const Tensor& x, const T
   multiply(a, groups, x, y, how);
 }
 
+}  // namespace
 }  // namespace lowbit::cpu

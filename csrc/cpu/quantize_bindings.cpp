@@ -4,6 +4,7 @@
 #include <atomic>
 #include <string>
 
+#include "canonical.h"
 #include "tasks.h"
 #include "weight.h"
 
@@ -13,15 +14,19 @@ using namespace lowbit::cpu;
 
 // Rows of the weight as numbers of the type of `out` [N, K].
 void panel(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer, Tensor values,
-           std::optional<Tensor> scale_values, int64_t group_size, std::string instructions) {
+           std::optional<Tensor> scale_values, int64_t group_size, std::string instructions, bool interleaved) {
   STD_TORCH_CHECK(out.is_cpu() && out.dim() == 2 && is_float(out) && out.is_contiguous() && out.size(0) == packed.size(0),
                   "out must be contiguous float32, bfloat16 or float16 [N, K] on the CPU");
-  const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, out.size(1));
+  const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, out.size(1), interleaved);
   const InstructionSet& set = instruction_set(instructions.c_str());
   const Stored type = numbers_of(out, "out").stored;
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const int64_t k = out.size(1), row = k * (type == Stored::float32 ? 4 : 2);
-  in_tasks(weight.a, [&](int64_t begin, int64_t end) { set.panel(weight.a, type, to + begin * row, k, begin, end); });
+  in_tasks(weight.a, [&](int64_t begin, int64_t end) {
+    in_canonical_rows(weight.a, begin, end, [&](const Linear& rows, int64_t first, int64_t past) {
+      set.panel(rows, type, to + first * row, k, first, past);
+    });
+  });
 }
 
 // Codes and scales of w [N, K] into tensors that are there; false where the weight or a scale is no number to be stored.
@@ -66,7 +71,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cpu, m) {
       "float high, float largest, str instructions='') -> bool");
   m.def(
       "panel(Tensor(a!) out, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor values, "
-      "Tensor? scale_values, int group_size, str instructions='') -> ()");
+      "Tensor? scale_values, int group_size, str instructions='', bool interleaved=False) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cpu, CompositeExplicitAutograd, m) {

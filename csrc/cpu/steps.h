@@ -34,7 +34,7 @@ inline __m512 numbers_at(const Numbers& numbers, int64_t i, __mmask16 mask) {
 
 // Scales of a byte whose numbers have no more than eight leading bits: the upper halves of a table of 256 in eight registers.
 struct ByteScales {
-  bool short_numbers = true;
+  bool short_numbers = true, exponents = true;  // exponents: bytes are powers of two as e8m0 has them, the last one NaN
   uint16_t high[256];
   explicit ByteScales(const Numbers& scale) {
     if (scale.stored != Stored::bytes || !scale.table) return;
@@ -43,10 +43,21 @@ struct ByteScales {
       memcpy(&bits, scale.table + i, 4);
       high[i] = static_cast<uint16_t>(bits >> 16);
       short_numbers = short_numbers && !(bits & 0xffff);
+      exponents = exponents && (i == 255 ? scale.table[i] != scale.table[i] : bits == (i ? static_cast<uint32_t>(i) << 23 : 1u << 22));
     }
   }
   // Thirty-two of them.
   void operator()(__m256i bytes, __m512& first, __m512& second) const {
+    if (exponents) {
+      const auto powers = [](__m128i some) {
+        const __m512i wide = _mm512_cvtepu8_epi32(some);
+        const __mmask16 usual = _mm512_cmple_epu32_mask(_mm512_sub_epi32(wide, _mm512_set1_epi32(1)), _mm512_set1_epi32(253));
+        const __m512i lower = _mm512_maskz_set1_epi32(_knot_mask16(usual), 1 << 22);  // of 2^-127 and of NaN
+        return _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(wide, 23), lower));
+      };
+      first = powers(_mm256_castsi256_si128(bytes)), second = powers(_mm256_extracti128_si256(bytes, 1));
+      return;
+    }
     const __m512i index = _mm512_cvtepu8_epi16(bytes);
     const auto of_two = [&](int i) {
       return _mm512_permutex2var_epi16(_mm512_loadu_si512(high + 32 * i), index, _mm512_loadu_si512(high + 32 * i + 32));

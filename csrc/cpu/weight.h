@@ -13,6 +13,7 @@
 #include "../formats.h"
 #include "digits_plan.h"
 #include "instruction_sets.h"
+#include "interleaved.h"
 #include "tensors.h"
 
 namespace lowbit::cpu {
@@ -114,7 +115,7 @@ struct Weight {
   bool is_as_given;  // nothing was copied
 
   Weight(const Tensor& packed_any, const Tensor& scale_any, const std::optional<Tensor>& zero_any, const std::optional<Tensor>& outer,
-         const Tensor& values, const std::optional<Tensor>& scale_values, int64_t group_size, int64_t k)
+         const Tensor& values, const std::optional<Tensor>& scale_values, int64_t group_size, int64_t k, bool interleaved)
       : packed(with_dense_rows(packed_any)), scale(with_dense_rows(scale_any)), zero(scale) {
     is_as_given = packed.get() == packed_any.get() && scale.get() == scale_any.get();
     STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
@@ -152,6 +153,12 @@ struct Weight {
       STD_TORCH_CHECK(!a.is_signed, "codes with a sign have no zero point");
       a.zero_point = numbers_of(zero, "zero_point");
     }
+    a.interleaved = interleaved;
+    STD_TORCH_CHECK(!interleaved || takes_interleaved(a.bits, a.group, a.n, a.k), "interleaved weights of ", a.bits,
+                    " bits have rows in multiples of ", rows_together, " and columns and groups in multiples of ",
+                    columns_of_unit(a.bits), ", got ", a.n, " x ", a.k, " in groups of ", a.group);
+    STD_TORCH_CHECK(!interleaved || (packed.is_contiguous() && scale.is_contiguous() && zero.is_contiguous()),
+                    "interleaved weights must be contiguous");
     if (outer) {
       STD_TORCH_CHECK(outer->is_cpu() && outer->numel() == 1 && outer->scalar_type() == ScalarType::Float,
                       "outer must be one float32 on the CPU");

@@ -1,0 +1,61 @@
+// Products by digits of x with weights in the layout `interleaved` (lowbit_kernels/interleaved.py): 32 rows together, four bytes
+// of each in turn. A register has the same columns of all its rows, so that their sums stay apart: neither a row's nor a group's
+// sums have to be added up, and scales meet those of sixteen rows at once.
+#pragma once
+
+#include "digits.h"
+#include "planes.h"
+
+namespace lowbit::cpu {
+
+constexpr int64_t rows_together = 32;
+constexpr int64_t bytes_of_words = 4 * rows_together;  // one word of each row
+static inline int64_t columns_of_unit(int bits) { return 32 / (bits & -bits); }
+
+// What a row has in a unit: `words` of four bytes, those of each plane behind those of the wider one, and `fields` of each byte.
+template <int bits>
+struct Unit {
+  using P = Planes<bits, 4>;
+  static constexpr int narrowest = bits & -bits, fields = 8 / narrowest, words = bits / narrowest;
+  static constexpr int64_t columns = 4 * fields;
+  static constexpr int words_of_plane(int plane) { return P::width(plane) / narrowest; }
+  static constexpr int first_word(int plane) { return plane == 0 ? 0 : first_word(plane - 1) + words_of_plane(plane - 1); }
+};
+
+// Units in a row that are of one group and one slice, few enough for the sums of words to hold in 32 bits.
+struct Run {
+  int32_t units, group;
+  bool ends_slice;
+};
+static inline int64_t most_columns_of_run(int bits) { return bits == 8 ? 256 : slice; }
+
+struct DigitsOfUnits {
+  int count;           // digits of a number, as of DigitsOfX
+  const float* given;
+  int64_t runs;
+  const Run* run;      // [runs], all columns
+  int8_t* digits;      // [m, units, fields, count] of four bytes; words: [m, units, 2, words] of two
+  int32_t* sums;       // [m, runs, count or words]: of each run's digits; times -offset where there are no zero points
+  float* scale;        // [m, slices]: what the lowest digit counts
+};
+
+// Whether weights of such sizes and groups lie interleaved and are taken so.
+static inline bool takes_interleaved(int bits, int64_t group, int64_t n, int64_t k) {
+  const int64_t columns = columns_of_unit(bits);
+  return n % rows_together == 0 && k % columns == 0 && (group >= k || group % columns == 0);
+}
+
+#if defined(__x86_64__)
+namespace avx512 {
+bool take_units(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfUnits&, int64_t begin, int64_t end);
+}  // namespace avx512
+namespace avx512vnni {
+void interleaved_linear(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
+}  // namespace avx512vnni
+namespace avx2 {
+bool take_units(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfUnits&, int64_t begin, int64_t end);
+void interleaved_linear(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
+}  // namespace avx2
+#endif
+
+}  // namespace lowbit::cpu

@@ -1,0 +1,85 @@
+// Products with interleaved weights in AVX2. Products of bytes come together in 16 bits, as many as these hold, before they are
+// moved to sums of 32 bits; codes of eight bits are multiplied as words.
+#include <algorithm>
+#include <utility>
+
+#include "steps_avx2.h"
+
+#include "interleaved_products.h"
+
+namespace lowbit::cpu::avx2 {
+namespace {
+
+struct Narrow {
+  using Bytes = __m256i;
+  using Floats = __m256;
+  static constexpr int size = 32, lanes = 8, most_rows = 2, few_of_table = few;
+  static constexpr int registers(int m) { return m == 1 ? 2 : 1; }
+  static constexpr int chains(int) { return 1; }
+  static constexpr bool takes_words(int bits) { return cpu::takes_words(bits, lanes); }
+
+  struct Table {
+    __m256i numbers;
+    explicit Table(const uint8_t* of)
+        : numbers(of ? _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(of))) : _mm256_setzero_si256()) {}
+  };
+  struct Scales {
+    bool exponents;
+    explicit Scales(const Numbers& scale) : exponents(scale.stored == Stored::bytes && scale.table && are_exponents(scale.table)) {}
+    void operator()(const Linear& a, int64_t row, int64_t first, int64_t count, float unit, float* to) const {
+      take_scales(a, exponents, row, first, count, unit, to);
+    }
+  };
+  static void take_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, float* to) {
+    avx2::take_zeros(a, row, first, count, false, to);
+  }
+  template <bool words, int most>
+  struct Sum {
+    static constexpr int adds = words ? 1 << 16 : std::max(1, 32767 / (2 * 128 * most));
+    __m256i sums = _mm256_setzero_si256(), short_sums = _mm256_setzero_si256();
+    static inline __m256i in_32(__m256i of_16) { return _mm256_madd_epi16(of_16, _mm256_set1_epi16(1)); }
+    inline void add(__m256i codes, __m256i digits) {
+      if constexpr (words) sums = _mm256_add_epi32(sums, _mm256_madd_epi16(codes, digits));
+      else if constexpr (adds == 1) sums = _mm256_add_epi32(sums, in_32(_mm256_maddubs_epi16(codes, digits)));
+      else short_sums = _mm256_add_epi16(short_sums, _mm256_maddubs_epi16(codes, digits));
+    }
+    inline void move() {
+      if constexpr (words || adds == 1) return;
+      sums = _mm256_add_epi32(sums, in_32(short_sums)), short_sums = _mm256_setzero_si256();
+    }
+  };
+
+  static inline __m256i every(int byte) { return avx2::every(byte); }
+  static inline __m256i load(const uint8_t* p) { return bytes32(p); }
+  static inline __m256i integers(const float* p) { return bytes32(p); }
+  static inline __m256 floats(const float* p) { return _mm256_load_ps(p); }
+  static inline __m256 floats(__m256i integers) { return _mm256_cvtepi32_ps(integers); }
+  static inline __m256i broadcast(int32_t four) { return _mm256_set1_epi32(four); }
+  static inline __m256 broadcast(float number) { return _mm256_set1_ps(number); }
+  static inline __m256 zero() { return _mm256_setzero_ps(); }
+  static inline __m256i exclusive(__m256i a, __m256i b) { return _mm256_xor_si256(a, b); }
+  static inline __m256i both(__m256i a, __m256i b) { return _mm256_and_si256(a, b); }
+  static inline __m256i put(__m256i a, __m256i b, __m256i mask) { return _mm256_or_si256(a, _mm256_and_si256(b, mask)); }
+  template <int by>
+  static inline __m256i right(__m256i a) { return _mm256_srli_epi16(a, by); }
+  template <int by>
+  static inline __m256i left(__m256i a) { return _mm256_slli_epi16(a, by); }
+  template <int field>
+  static inline __m256i words_of_field(__m256i bytes) {
+    if constexpr (field) return _mm256_srli_epi16(bytes, 8);
+    else return _mm256_and_si256(bytes, _mm256_set1_epi16(255));
+  }
+  static inline __m256i look_up(const Table& table, __m256i codes) { return _mm256_shuffle_epi8(table.numbers, codes); }
+  static inline __m256i plus(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+  static inline __m256i times(__m256i a, __m256i b) { return _mm256_mullo_epi32(a, b); }
+  static inline __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+  static inline void store(float* p, __m256 a) { _mm256_storeu_ps(p, a); }
+};
+
+}  // namespace
+
+void interleaved_linear(const Linear& a, const Bytewise& how, const DigitsOfUnits& x, const Turn& turn) {
+  take_interleaved<Narrow>(a, how, x, turn);
+}
+
+}  // namespace lowbit::cpu::avx2

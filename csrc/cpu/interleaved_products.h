@@ -1,0 +1,265 @@
+// Blocks of interleaved rows times rows of x in digits, for the instruction set whose registers `Set` tells of:
+//   Bytes, Floats                       registers of codes, or of 32-bit integers, and of floats
+//   size, lanes                         bytes of a register, and numbers of 32 bits
+//   registers(M)                        of rows that are multiplied together
+//   chains(M)                           sums of each, one behind the other
+//   Sum<most>                           products of bytes of no more than `most`, and of words where takes_words(bits)
+//   Scales                              a block's scales as floats
+// and the instructions, by names of their own.
+#pragma once
+
+#include <utility>
+
+#include "interleaved.h"
+
+namespace lowbit::cpu {
+namespace {
+
+// Of what is multiplied, for the second-level cache: a processor sees by itself that blocks are read from one end to the other, but
+// goes no further ahead than it foresees instructions.
+constexpr int64_t bytes_ahead(int bits) { return bits == 8 ? 3072 : 6144; }
+
+template <typename Take, int... i>
+inline __attribute__((always_inline)) void each(const Take& take, std::integer_sequence<int, i...>) {
+  (take(std::integral_constant<int, i>()), ...);
+}
+template <int count, typename Take>
+inline __attribute__((always_inline)) void each(const Take& take) {
+  each(take, std::make_integer_sequence<int, count>());
+}
+
+// Codes of one register of rows, field by field, as bytes without a sign.
+template <class Set, int bits, bool has_table>
+struct CodesOfUnit {
+  using U = Unit<bits>;
+  using V = typename Set::Bytes;
+  V flipped;  // of the plane of the highest bits
+  typename Set::Table table;
+  explicit CodesOfUnit(const Bytewise& how) : flipped(Set::every(how.flipped ? highest() : 0)), table(how.table) {}
+
+  // The words of a unit, `apart` bytes from one to the next.
+  template <bool may_flip>
+  inline void load(const uint8_t* at, V* words) const {
+#pragma GCC unroll 8
+    for (int w = 0; w < U::words; w++) words[w] = Set::load(at + w * bytes_of_words);
+    constexpr int last = U::first_word(U::P::count - 1);
+    if constexpr (may_flip && !has_table)
+#pragma GCC unroll 8
+      for (int w = last; w < U::words; w++) words[w] = Set::exclusive(words[w], flipped);
+  }
+  template <int f>
+  inline V field(const V* words) const {
+    const V code = bits_of<f, 0, 0>(words, words[0]);
+    if constexpr (has_table) return Set::look_up(table, code);
+    else return code;
+  }
+
+ private:
+  static constexpr int highest() { return U::narrowest == 8 ? 0x80 : U::narrowest == 4 ? 0x88 : U::narrowest == 2 ? 0xaa : 0xff; }
+  template <int f, int plane, int low>
+  static inline V bits_of(const V* words, V lower) {
+    if constexpr (plane == U::P::count) {
+      return lower;
+    } else {
+      constexpr int width = U::P::width(plane), of_byte = 8 / width, shift = f % of_byte * width - low;
+      const V word = words[U::first_word(plane) + f / of_byte];
+      V moved = word;
+      if constexpr (shift > 0) moved = Set::template right<shift>(word);
+      else if constexpr (shift < 0) moved = Set::template left<-shift>(word);
+      constexpr int mask = ((1 << width) - 1) << low;
+      if constexpr (plane > 0) moved = Set::put(lower, moved, Set::every(mask));
+      else if constexpr (width < 8) moved = Set::both(moved, Set::every(mask));
+      return bits_of<f, plane + 1, low + width>(words, moved);
+    }
+  }
+};
+
+// For the second-level cache. A compiler takes a function that does no more than this for one that does nothing.
+inline void fetch(uintptr_t at) { asm volatile("prefetcht1 (%0)" ::"r"(at)); }
+
+// Numbers of the block that begins with `row`.
+inline void fetch_numbers(const Numbers& of, int64_t row, int64_t from, int64_t count) {
+  const int64_t size = of.stored == Stored::float32 ? 4 : of.stored == Stored::bytes ? 1 : 2;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(of.data) + (row * of.stride + from) * size;
+  for (int64_t byte = 0; byte < count * size; byte += 64) fetch(at + byte);
+}
+
+// A block of rows from `row` on times M rows of x from `m` on, in D digits. `next`: the block that comes after it.
+template <class Set, int bits, bool has_table, int most, int D, int M, bool has_zeros>
+__attribute__((noinline)) void take_block(const Linear& a, const CodesOfUnit<Set, bits, has_table>& how, const DigitsOfUnits& x,
+                                          const typename Set::Scales& scales, float unit, int64_t row, int64_t next, int64_t m) {
+  using U = Unit<bits>;
+  using V = typename Set::Bytes;
+  using F = typename Set::Floats;
+  constexpr bool words = Set::takes_words(bits);
+  constexpr int fields = words ? 2 : U::fields, parts = words ? words_of(D) : D, R = Set::registers(M), chains = Set::chains(M);
+  constexpr int lines = bytes_of_words / Set::size / R;  // parts of a word that are multiplied one after the other
+  using Sum = typename Set::template Sum<words, most>;
+  constexpr int together = words || Sum::adds >= 64 ? 4 : std::max(1, Sum::adds / fields);  // units before sums are moved
+  constexpr int64_t bytes_of_unit = U::words * bytes_of_words;
+  const CodesOfUnit<Set, bits, has_table> codes = how;
+  alignas(64) float scale[(slice / 8 + 2) * rows_together], zero[(slice / 8 + 2) * rows_together];
+  F part[lines][R][M], total[lines][R][M];
+  for (int l = 0; l < lines; l++)
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < M; i++) part[l][r][i] = total[l][r][i] = Set::zero();
+
+  const int64_t slices = (a.k + slice - 1) / slice;
+  const uint8_t* at = a.packed + row * a.packed_stride;
+  const uintptr_t packed = reinterpret_cast<uintptr_t>(a.packed), end = packed + (row + rows_together) * a.packed_stride;
+  const uintptr_t following = packed + next * a.packed_stride;
+  const auto place_of = [&](int64_t bytes) {  // so many bytes ahead, in the order in which blocks come
+    const uintptr_t there = reinterpret_cast<uintptr_t>(at) + bytes;
+    return there < end ? there : following + (there - end);
+  };
+  const int32_t* digits = reinterpret_cast<const int32_t*>(x.digits) + m * (a.k / U::columns) * fields * parts;
+  const int64_t digits_of_row = a.k / U::columns * fields * parts;
+  const int32_t* sums = x.sums + m * x.runs * parts;
+  const float* of_slice = x.scale + m * slices;
+  int64_t first_group = 0;
+  bool begins_slice = true;
+  for (const Run* run = x.run; run < x.run + x.runs; run++) {
+    if (begins_slice) {
+      const Run* last = run;
+      while (!last->ends_slice) last++;
+      first_group = run->group;
+      const int64_t from = first_group * rows_together, count = (last->group + 1) * rows_together - from;
+      scales(a, row, from, count, unit, scale);
+      if (has_zeros) Set::take_zeros(a, row, from, count, zero);
+      fetch_numbers(a.scale, next, from, count);
+      if (has_zeros) fetch_numbers(a.zero_point, next, from, count);
+    }
+    const int64_t place = (run->group - first_group) * rows_together;
+    uintptr_t ahead = place_of(bytes_ahead(bits));
+    for (int l = 0; l < lines; l++) {
+      Sum sum[chains][R][M][parts];
+      if constexpr (!has_zeros)
+        for (int i = 0; i < M; i++)
+          for (int p = 0; p < parts; p++) {
+            const V share = Set::broadcast(sums[i * x.runs * parts + p]);
+            for (int r = 0; r < R; r++) sum[0][r][i][p].sums = share;
+          }
+      const uint8_t* w = at + l * R * Set::size;
+      const int32_t* digit = digits;
+      const auto move = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 64
+        for (int i = 0; i < chains * R * M * parts; i++) (&sum[0][0][0][0])[i].move();
+      };
+      const auto take = [&](auto count) __attribute__((always_inline)) {
+        each<decltype(count)::value>([&](auto unit_of) __attribute__((always_inline)) {
+          constexpr int u = decltype(unit_of)::value;
+          V of[R][U::words];
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++) codes.template load<!has_zeros>(w + r * Set::size, of[r]);
+          w += bytes_of_unit;
+          each<fields>([&](auto field) __attribute__((always_inline)) {
+            constexpr int f = decltype(field)::value, chain = (u * fields + f) % chains;
+            constexpr int64_t all_lines = bytes_of_unit / 64;
+            if (l == 0)  // some beside each field: many at once wait for each other
+#pragma GCC unroll 4
+              for (int64_t line = all_lines * f / fields; line < all_lines * (f + 1) / fields; line++) fetch(ahead + 64 * line);
+            V bytes[R];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+              if constexpr (words) bytes[r] = Set::template words_of_field<f>(of[r][0]);
+              else bytes[r] = codes.template field<f>(of[r]);
+#pragma GCC unroll 4
+            for (int i = 0; i < M; i++)
+#pragma GCC unroll 3
+              for (int p = 0; p < parts; p++) {
+                const V some = Set::broadcast(digit[i * digits_of_row + f * parts + p]);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) sum[chain][r][i][p].add(bytes[r], some);
+              }
+            if constexpr (Sum::adds < fields && (f + 1) % Sum::adds == 0) move();
+          });
+          digit += fields * parts, ahead += bytes_of_unit;
+        });
+        move();
+      };
+      int64_t left = run->units;
+      for (; left >= together; left -= together) take(std::integral_constant<int, together>());
+      for (; left > 0; left--) take(std::integral_constant<int, 1>());
+
+      for (int r = 0; r < R; r++) {
+        const int64_t number = place + (l * R + r) * Set::lanes;
+        for (int i = 0; i < M; i++) {
+          F all = Set::zero();
+          for (int p = 0; p < parts; p++) {
+            V of_part = sum[0][r][i][p].sums;
+            for (int c = 1; c < chains; c++) of_part = Set::plus(of_part, sum[c][r][i][p].sums);
+            if constexpr (has_zeros)
+              of_part = Set::plus(of_part, Set::times(Set::integers(zero + number), Set::broadcast(sums[i * x.runs * parts + p])));
+            const F own = Set::floats(of_part);
+            all = p ? Set::fma(all, Set::broadcast(words ? 65536.0f : 256.0f), own) : own;
+          }
+          part[l][r][i] = Set::fma(all, Set::floats(scale + number), part[l][r][i]);
+          if (!run->ends_slice) continue;
+          total[l][r][i] = Set::fma(part[l][r][i], Set::broadcast(of_slice[i * slices]), total[l][r][i]);
+          part[l][r][i] = Set::zero();
+        }
+      }
+    }
+    at += run->units * bytes_of_unit, digits += run->units * fields * parts, sums += parts;
+    begins_slice = run->ends_slice;
+    if (begins_slice) of_slice++;
+  }
+  for (int l = 0; l < lines; l++)
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < M; i++) Set::store(a.y + (m + i) * a.n + row + (l * R + r) * Set::lanes, total[l][r][i]);
+}
+
+// All rows of x, as many at a time as registers hold the sums of.
+template <class Set, int bits, bool has_table, int most, int D, bool has_zeros>
+void take_rows(const Linear& a, const Bytewise& bytewise, const DigitsOfUnits& x, const Turn& turn) {
+  const CodesOfUnit<Set, bits, has_table> how(bytewise);
+  const typename Set::Scales scales(a.scale);
+  const float unit = a.has_outer ? bytewise.unit * a.outer : bytewise.unit;
+  for (int64_t row = turn.begin; row < turn.end; row += rows_together) {
+    int64_t m = 0;
+    const int64_t next = row + rows_together < turn.end ? row + rows_together : turn.then;
+    const auto take = [&](auto rows) {
+      constexpr int M = decltype(rows)::value;
+      for (; m + M <= a.m; m += M) take_block<Set, bits, has_table, most, D, M, has_zeros>(a, how, x, scales, unit, row, next, m);
+    };
+    if constexpr (Set::most_rows >= 4) take(std::integral_constant<int, 4>());
+    take(std::integral_constant<int, 2>());
+    take(std::integral_constant<int, 1>());
+  }
+}
+
+template <class Set, int bits>
+void take_digits_of(const Linear& a, const Bytewise& how, const DigitsOfUnits& x, const Turn& turn) {
+  const auto with = [&](auto digits) {
+    constexpr int D = decltype(digits)::value, most = (1 << bits) - 1;
+    if constexpr (bits == 4)
+      if (how.table) {
+        int largest = 0;
+        for (int code = 0; code < 16; code++) largest = std::max<int>(largest, how.table[code]);
+        if (largest <= Set::few_of_table) return take_rows<Set, 4, true, Set::few_of_table, D, false>(a, how, x, turn);
+        return take_rows<Set, 4, true, 127, D, false>(a, how, x, turn);
+      }
+    if constexpr (bits <= 6)  // codes of more bits, without a sign, are no numbers that digits take
+      if (a.zero_point.data) return take_rows<Set, bits, false, most, D, true>(a, how, x, turn);
+    return take_rows<Set, bits, false, most, D, false>(a, how, x, turn);
+  };
+  if (x.count == 1) return with(std::integral_constant<int, 1>());
+  if (x.count == 3) return with(std::integral_constant<int, 3>());
+  return with(std::integral_constant<int, 2>());
+}
+
+template <class Set>
+void take_interleaved(const Linear& a, const Bytewise& how, const DigitsOfUnits& x, const Turn& turn) {
+  switch (a.bits) {
+    case 2: return take_digits_of<Set, 2>(a, how, x, turn);
+    case 3: return take_digits_of<Set, 3>(a, how, x, turn);
+    case 4: return take_digits_of<Set, 4>(a, how, x, turn);
+    case 5: return take_digits_of<Set, 5>(a, how, x, turn);
+    case 6: return take_digits_of<Set, 6>(a, how, x, turn);
+    case 7: return take_digits_of<Set, 7>(a, how, x, turn);
+    default: return take_digits_of<Set, 8>(a, how, x, turn);
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::cpu

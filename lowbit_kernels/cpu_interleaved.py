@@ -1,0 +1,168 @@
+"""Rows for weights in the layout ``interleaved``, in which one row of x takes least time: by digits of it, where numbers are
+integers or those of four bits, on processors with AVX2 or AVX-512. What other rows read, blocks of canonical rows, is restored
+as they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import FORMATS
+from lowbit.scheme import Scheme
+
+from .bound import Bound, Product
+from .cpu import OF_DIGITS, are_integers, available, by_digits, by_one_digit, other_activation
+from .cpu_panels import by_dots, by_panels, checked_indices, dots_available
+from .cpu_panels import dequantize as dequantize_rows
+from .interleaved import ROWS, rows
+from .registry import Call, Kernel, register
+
+__all__ = ["dequantize", "digits_linear", "dots_linear", "embedding", "panels_linear", "quantized_linear", "two_digits_linear"]
+
+
+@Bound
+def digits_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times three digits of ``x``."""
+    return by_digits(scheme, 3, interleaved=True)
+
+
+@Bound
+def two_digits_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times two digits of ``x``."""
+    return by_digits(scheme, 2, interleaved=True)
+
+
+@Bound
+def quantized_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one digit."""
+    return by_one_digit(scheme, interleaved=True)
+
+
+@Bound
+def dots_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` with the weight dequantized to bfloat16, on the processor's dot products of it."""
+    return by_dots(scheme, interleaved=True)
+
+
+@Bound
+def panels_linear(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``, a panel of rows at a time."""
+    return by_panels(scheme, interleaved=True)
+
+
+def dequantize(
+    packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, scheme: Scheme, k: int, dtype: torch.dtype
+) -> Tensor:
+    """The weight [..., N, K] as ``dtype``: each number computed in float32 and rounded once."""
+    return dequantize_rows(packed, scale, zero_point, outer, scheme, k, dtype, interleaved=True)
+
+
+def embedding(
+    indices: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    scheme: Scheme,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Rows ``indices`` (any shape) of the weight [N, K]: only those rows are read."""
+    flat = checked_indices(indices, packed.shape[0])
+    few, scales, zeros = rows(flat, packed, scale, zero_point, scheme, k)
+    return dequantize_rows(few, scales, zeros, outer, scheme, k, dtype).reshape(*indices.shape, k)
+
+
+def _groups(size: int) -> str | None:
+    """Smaller ones take less time from canonical rows."""
+    return None if size == -1 or size % 32 == 0 else "takes multiples of 32, or the whole row"
+
+
+def _canonical_is_quicker(call: Call) -> str | None:
+    """Why a weight takes less time from canonical rows."""
+    if (
+        available() is None
+        and torch.ops.lowbit_cpu.instructions() == "avx2"
+        and (call.scheme.bits == 8 or not are_integers(FORMATS[call.scheme.format]))
+    ):
+        return f"format: {call.scheme.format} takes less time from canonical rows in AVX2"
+    return None
+
+
+def _also_of_activations(call: Call) -> str | None:
+    return other_activation(call) or _canonical_is_quicker(call)
+
+
+def _quicker(dots: Callable[[int], int]) -> Callable[[Call], str | None]:
+    """The row for as many rows of bfloat16 as take less time by dot products of it, and for more than a call by digits takes."""
+
+    def row(call: Call) -> str | None:
+        return "cpu_interleaved_dots" if call.m >= dots(call.scheme.bits) and call.dtype == torch.bfloat16 else None
+
+    return row
+
+
+def _dots_beside_digits(bits: int) -> int:
+    """Rows of bfloat16 from which dot products of it take less time than digits."""
+    return {8: 12, 4: 16, 3: 24, 2: 24}.get(bits, 16)
+
+
+_FORMATS = frozenset(name for name in OF_DIGITS.formats or () if FORMATS[name].bits == 4 or are_integers(FORMATS[name]))
+_FEW = replace(
+    OF_DIGITS,
+    name="cpu_interleaved_digits",
+    run=digits_linear,
+    layout="interleaved",
+    formats=_FORMATS,
+    groups=_groups,
+    quicker=_quicker(_dots_beside_digits),
+    multiples=(ROWS, 32),
+    tiles=((4, ROWS, 32), (2, ROWS, 512)),
+    also=_canonical_is_quicker,
+)
+_MANY = Kernel(
+    "cpu_interleaved_panels",
+    "linear",
+    panels_linear,
+    "weights rounded once",
+    devices=frozenset({"cpu"}),
+    layout="interleaved",
+    formats=_FORMATS,
+    zero_points=OF_DIGITS.zero_points,
+    groups=_groups,
+    dtypes=OF_DIGITS.dtypes,
+    m=(1, None),
+    multiples=(ROWS, 32),
+    tiles=((16, ROWS, 32),),
+    available=available,
+    also=_canonical_is_quicker,
+)
+for _row in (
+    replace(
+        _FEW,
+        name="cpu_interleaved_two_digits",
+        run=two_digits_linear,
+        contract="two digits",
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+    ),
+    _FEW,
+    replace(
+        _FEW,
+        name="cpu_interleaved_int8_activations",
+        op="quantized_linear",
+        run=quantized_linear,
+        contract="exact",
+        m=(1, None),
+        formats=_FORMATS - {"int8"},  # torch's own product of int8 takes canonical rows, and less time for many rows of x
+        quicker=lambda call: None,
+        also=_also_of_activations,
+    ),
+    replace(_MANY, name="cpu_interleaved_dots", run=dots_linear, dtypes=frozenset({torch.bfloat16}), available=dots_available),
+    _MANY,
+    replace(_MANY, name="cpu_interleaved_dequantize", op="dequantize", run=dequantize, m=(0, None), tiles=()),
+    replace(_MANY, name="cpu_interleaved_embedding", op="embedding", run=embedding, m=(0, None), tiles=()),
+):
+    register(_row)

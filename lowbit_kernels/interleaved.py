@@ -1,0 +1,117 @@
+"""The ``interleaved`` layout: 32 rows together, four bytes of each in turn, so that a register of a CPU has the same columns of
+all of them: their sums stay apart, a group's scales lie side by side, and memory is read from one end to the other.
+
+A weight [N, K] is cut into blocks of 32 rows, and a block into units of ``4 f`` columns, where f fields of the narrowest plane
+of the codes make a byte. A unit holds four bytes of that plane for each row, and of a plane r times as wide r times four bytes,
+all rows of one word behind those of the word before. Byte p of a word is of columns ``f p`` to ``f p + f - 1`` of the unit:
+field i of the narrowest plane of column ``f p + i``, and field j of word w of a wider one of column ``f p + w f / r + j``.
+
+The scales and zero points of a block lie group by group, 32 rows each.
+
+Where rows are no whole blocks, or columns no whole units, bytes stay as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.packing import plane_widths
+from lowbit.scheme import Scheme
+
+__all__ = ["ROWS", "arrange", "columns_of_unit", "restore", "rows", "takes"]
+
+ROWS, _BYTES = 32, 4
+
+
+def columns_of_unit(bits: int) -> int:
+    """Columns of a unit of codes of so many bits."""
+    return _BYTES * 8 // (bits & -bits)
+
+
+def takes(scheme: Scheme, n: int, k: int) -> str | None:
+    """Why a weight [n, k] stays as it is; None where it is arranged."""
+    columns = columns_of_unit(scheme.bits)
+    if n == 0 or n % ROWS:
+        return f"N: takes multiples of {ROWS}, got {n}"
+    return None if k and k % columns == 0 else f"K: takes multiples of {columns}, got {k}"
+
+
+def _widths(bits: int) -> list[tuple[int, int]]:
+    """(bytes of a row's unit, words of it) of each plane, in the order in which planes lie."""
+    return [(_BYTES * width // (bits & -bits), width // (bits & -bits)) for width in plane_widths(bits)]
+
+
+def _words(packed: Tensor, scheme: Scheme, k: int) -> list[Tensor]:
+    """Each plane of canonical rows [..., R, bytes] as [..., R, units, words, 4]."""
+    units, first, found = k // columns_of_unit(scheme.bits), 0, []
+    for size, words in _widths(scheme.bits):
+        plane = packed[..., first : first + units * size]
+        found.append(plane.unflatten(-1, (units, _BYTES, words)).transpose(-1, -2))
+        first += units * size
+    return found
+
+
+def _rows(words: Tensor, scheme: Scheme) -> Tensor:
+    """Canonical rows [..., R, bytes] of [..., R, units, words of all planes, 4]."""
+    apart = words.split([count for _, count in _widths(scheme.bits)], -2)
+    return torch.cat([plane.transpose(-1, -2).flatten(-3) for plane in apart], -1)
+
+
+def _turned(numbers: Tensor) -> Tensor:
+    """Those of whole blocks of rows [..., N, G], row by row, as [..., N, G] that hold [N / 32, G, 32]."""
+    return numbers.unflatten(-2, (-1, ROWS)).transpose(-1, -2).contiguous().view(numbers.shape)
+
+
+def _turned_back(numbers: Tensor) -> Tensor:
+    return numbers.reshape(*numbers.shape[:-2], -1, numbers.shape[-1], ROWS).transpose(-1, -2).contiguous().view(numbers.shape)
+
+
+def arrange(packed: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Canonical parts in this layout; the shapes stay."""
+    if takes(scheme, packed.shape[-2], k) is not None:
+        return packed, scale, zero
+    words = _words(packed.unflatten(-2, (-1, ROWS)), scheme, k)  # [..., blocks, 32, units, words, 4] of each plane
+    whole = _as_integers(words[0] if len(words) == 1 else torch.cat(words, -2))
+    together = _as_bytes(whole.movedim(-3, -1)).view(packed.shape)
+    return together, _turned(scale), None if zero is None else _turned(zero)
+
+
+def restore(packed: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Parts of this layout as canonical ones."""
+    if takes(scheme, packed.shape[-2], k) is not None:
+        return packed, scale, zero
+    words = _as_integers(_blocks(packed, scheme, k)).movedim(-1, -3)
+    canonical = _rows(_as_bytes(words).view(*words.shape, _BYTES), scheme).reshape(packed.shape)
+    return canonical, _turned_back(scale), None if zero is None else _turned_back(zero)
+
+
+def _as_integers(words: Tensor) -> Tensor:
+    """Words [..., 4] as integers [...]: torch moves them in a fourth of the time that their bytes take."""
+    flat = words.contiguous().view(-1)
+    return (flat if flat.storage_offset() % _BYTES == 0 else flat.clone()).view(torch.int32).view(words.shape[:-1])
+
+
+def _as_bytes(words: Tensor) -> Tensor:
+    return words.contiguous().view(-1).view(torch.uint8)
+
+
+def _blocks(packed: Tensor, scheme: Scheme, k: int) -> Tensor:
+    """[..., N, bytes] as [..., N / 32, units, words, 32, 4]."""
+    words = scheme.bits // (scheme.bits & -scheme.bits)
+    return packed.reshape(*packed.shape[:-2], -1, k // columns_of_unit(scheme.bits), words, ROWS, _BYTES)
+
+
+def rows(
+    indices: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, k: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Canonical parts of rows ``indices`` [I] of a weight [N, K]."""
+    if takes(scheme, packed.shape[0], k) is not None:
+        return packed[indices], scale[indices], None if zero is None else zero[indices]
+    block, row = indices // ROWS, indices % ROWS
+
+    def numbers(all_of: Tensor) -> Tensor:
+        return all_of.reshape(-1, all_of.shape[-1], ROWS)[block, :, row]
+
+    words = _blocks(packed, scheme, k)[block, :, :, row]
+    return _rows(words, scheme), numbers(scale), None if zero is None else numbers(zero)
