@@ -4,6 +4,10 @@
 #include <algorithm>
 #include <memory>
 
+#if defined(__AVX512BW__)
+#include <immintrin.h>
+#endif
+
 #include "interleaved.h"
 
 namespace lowbit::cpu {
@@ -34,24 +38,104 @@ inline void put_words(const uint32_t* words, uint8_t* to) {
   }
 }
 
+constexpr int64_t units_at_a_time = 16;  // which stay in the first-level cache until all rows have theirs
+
+// Units first .. first + count - 1 of a row.
 template <int bits, int plane = 0>
-inline void restore_planes(const uint8_t* block, int64_t units, int64_t row, uint8_t* to) {
+inline void restore_planes(const uint8_t* block, int64_t units, int64_t first, int64_t count, int64_t row, uint8_t* to) {
   using U = Unit<bits>;
   if constexpr (plane < U::P::count) {
-    constexpr int count = U::words_of_plane(plane);
-    const uint8_t* from = block + U::first_word(plane) * bytes_of_words + 4 * row;
-    for (int64_t u = 0; u < units; u++, from += U::words * bytes_of_words, to += 4 * count) {
-      uint32_t words[count];
-      for (int w = 0; w < count; w++) memcpy(words + w, from + w * bytes_of_words, 4);
-      put_words<count>(words, to);
+    constexpr int words_of_plane = U::words_of_plane(plane);
+    const uint8_t* from = block + (first * U::words + U::first_word(plane)) * bytes_of_words + 4 * row;
+    uint8_t* at = to + 4 * (units * U::first_word(plane) + first * words_of_plane);
+    for (int64_t u = 0; u < count; u++, from += U::words * bytes_of_words, at += 4 * words_of_plane) {
+      uint32_t words[words_of_plane];
+      for (int w = 0; w < words_of_plane; w++) memcpy(words + w, from + w * bytes_of_words, 4);
+      put_words<words_of_plane>(words, at);
     }
-    restore_planes<bits, plane + 1>(block, units, row, to);
+    restore_planes<bits, plane + 1>(block, units, first, count, row, to);
   }
 }
 
+#if defined(__AVX512BW__)
+// Sixteen words of sixteen rows, as sixteen rows of as many words.
+inline void turn(__m512i (&of)[16]) {
+  __m512i some[16];
+  for (int i = 0; i < 16; i += 2) some[i] = _mm512_unpacklo_epi32(of[i], of[i + 1]), some[i + 1] = _mm512_unpackhi_epi32(of[i], of[i + 1]);
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      of[i + 2 * j] = _mm512_unpacklo_epi64(some[i + j], some[i + 2 + j]);
+      of[i + 2 * j + 1] = _mm512_unpackhi_epi64(some[i + j], some[i + 2 + j]);
+    }
+  for (int j = 0; j < 4; j++) {
+    const __m512i a = _mm512_shuffle_i32x4(of[j], of[4 + j], 0x44), b = _mm512_shuffle_i32x4(of[j], of[4 + j], 0xee);
+    const __m512i c = _mm512_shuffle_i32x4(of[8 + j], of[12 + j], 0x44), d = _mm512_shuffle_i32x4(of[8 + j], of[12 + j], 0xee);
+    some[j] = _mm512_shuffle_i32x4(a, c, 0x88), some[4 + j] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    some[8 + j] = _mm512_shuffle_i32x4(b, d, 0x88), some[12 + j] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  }
+  for (int i = 0; i < 16; i++) of[i] = some[i];
+}
+
+// The bytes of `count` words of sixteen units in turn.
+template <int count>
+inline void put_words(const __m512i (*words)[16], int row, uint8_t* to) {
+  if constexpr (count == 1) {
+    _mm512_storeu_si512(to, words[0][row]);
+  } else {
+    const auto of_two = [&](int w, bool upper) {
+      const __m512i a = words[w][row], b = words[w + 1][row];
+      return upper ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b);
+    };
+    const __m512i lower = of_two(0, false), upper = of_two(0, true);
+    if constexpr (count == 2) {
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi64(lower, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), upper));
+      _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi64(lower, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), upper));
+    } else {
+      const __m512i lower2 = of_two(2, false), upper2 = of_two(2, true);
+      const __m512i units[] = {_mm512_unpacklo_epi16(lower, lower2), _mm512_unpackhi_epi16(lower, lower2),
+                               _mm512_unpacklo_epi16(upper, upper2), _mm512_unpackhi_epi16(upper, upper2)};
+      for (int j = 0; j < 4; j++) {
+        alignas(64) uint8_t of_lanes[64];
+        _mm512_store_si512(of_lanes, units[j]);
+        for (int lane = 0; lane < 4; lane++) memcpy(to + (4 * lane + j) * 16, of_lanes + 16 * lane, 16);
+      }
+    }
+  }
+}
+
+// Units first .. first + 15 of all rows.
+template <int bits, int plane = 0>
+inline void restore_tile(const uint8_t* block, int64_t units, int64_t first, int64_t stride, uint8_t* to) {
+  using U = Unit<bits>;
+  if constexpr (plane < U::P::count) {
+    constexpr int count = U::words_of_plane(plane);
+    uint8_t* const at = to + 4 * (units * U::first_word(plane) + first * count);
+    for (int64_t row = 0; row < rows_together; row += 16) {
+      __m512i words[count][16];
+      for (int w = 0; w < count; w++) {
+        const uint8_t* from = block + (first * U::words + U::first_word(plane) + w) * bytes_of_words + 4 * row;
+        for (int u = 0; u < 16; u++) words[w][u] = _mm512_loadu_si512(from + u * U::words * bytes_of_words);
+        turn(words[w]);
+      }
+      for (int r = 0; r < 16; r++) put_words<count>(words, r, at + (row + r) * stride);
+    }
+    restore_tile<bits, plane + 1>(block, units, first, stride, to);
+  }
+}
+#endif
+
 template <int bits>
 void restore_block(const uint8_t* block, int64_t units, int64_t stride, uint8_t* to) {
-  for (int64_t row = 0; row < rows_together; row++) restore_planes<bits>(block, units, row, to + row * stride);
+  for (int64_t first = 0; first < units; first += units_at_a_time) {
+#if defined(__AVX512BW__)
+    if (units - first >= units_at_a_time) {
+      restore_tile<bits>(block, units, first, stride, to);
+      continue;
+    }
+#endif
+    for (int64_t row = 0; row < rows_together; row++)
+      restore_planes<bits>(block, units, first, std::min(units_at_a_time, units - first), row, to + row * stride);
+  }
 }
 
 inline void restore_block(int bits, const uint8_t* block, int64_t units, int64_t stride, uint8_t* to) {
