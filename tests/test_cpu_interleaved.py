@@ -204,7 +204,7 @@ def test_a_model_is_kept_interleaved_where_that_is_quicker() -> None:
 @runs_here
 def test_malformed_weights_are_refused() -> None:
     scheme = Scheme("uint4", 32, "int")
-    for n, k, group in ((40, 64, 32), (32, 60, 32), (32, 64, 12)):
+    for n, k, group in ((40, 64, 32), (32, 60, 32), (32, 64, 12), (32, 1024, 8)):
         scheme = Scheme("uint4", group, "int")
         packed, scale, zero, outer = reference.quantize(torch.randn(n, k), scheme, "range")
         with pytest.raises(RuntimeError, match="interleaved weights of 4 bits have rows in multiples of 32"):

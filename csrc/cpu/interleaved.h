@@ -39,10 +39,12 @@ struct DigitsOfUnits {
   float* scale;        // [m, slices]: what the lowest digit counts
 };
 
+constexpr int64_t least_group_of_units = 16;  // columns: the scales of a slice have a place that holds no more
+
 // Whether weights of such sizes and groups lie interleaved and are taken so.
 static inline bool takes_interleaved(int bits, int64_t group, int64_t n, int64_t k) {
   const int64_t columns = columns_of_unit(bits);
-  return n % rows_together == 0 && k % columns == 0 && (group >= k || group % columns == 0);
+  return n % rows_together == 0 && k % columns == 0 && (group >= k || (group >= least_group_of_units && group % columns == 0));
 }
 
 #if defined(__x86_64__)

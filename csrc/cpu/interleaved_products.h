@@ -98,7 +98,8 @@ __attribute__((noinline)) void take_block(const Linear& a, const CodesOfUnit<Set
   constexpr int together = words || Sum::adds >= 64 ? 4 : std::max(1, Sum::adds / fields);  // units before sums are moved
   constexpr int64_t bytes_of_unit = U::words * bytes_of_words;
   const CodesOfUnit<Set, bits, has_table> codes = how;
-  alignas(64) float scale[(slice / 8 + 2) * rows_together], zero[(slice / 8 + 2) * rows_together];
+  constexpr int64_t numbers = (slice / least_group_of_units + 2) * rows_together;
+  alignas(64) float scale[numbers], zero[numbers];
   F part[lines][R][M], total[lines][R][M];
   for (int l = 0; l < lines; l++)
     for (int r = 0; r < R; r++)
@@ -142,8 +143,10 @@ __attribute__((noinline)) void take_block(const Linear& a, const CodesOfUnit<Set
       const uint8_t* w = at + l * R * Set::size;
       const int32_t* digit = digits;
       const auto move = [&]() __attribute__((always_inline)) {
-#pragma GCC unroll 64
-        for (int i = 0; i < chains * R * M * parts; i++) (&sum[0][0][0][0])[i].move();
+        for (auto& chain : sum)
+          for (auto& of_register : chain)
+            for (auto& of_row : of_register)
+              for (Sum& s : of_row) s.move();
       };
       const auto take = [&](auto count) __attribute__((always_inline)) {
         each<decltype(count)::value>([&](auto unit_of) __attribute__((always_inline)) {

@@ -155,8 +155,8 @@ struct Weight {
     }
     a.interleaved = interleaved;
     STD_TORCH_CHECK(!interleaved || takes_interleaved(a.bits, a.group, a.n, a.k), "interleaved weights of ", a.bits,
-                    " bits have rows in multiples of ", rows_together, " and columns and groups in multiples of ",
-                    columns_of_unit(a.bits), ", got ", a.n, " x ", a.k, " in groups of ", a.group);
+                    " bits have rows in multiples of ", rows_together, " and columns and groups, of at least ",
+                    least_group_of_units, ", in multiples of ", columns_of_unit(a.bits), ", got ", a.n, " x ", a.k, " in groups of ", a.group);
     STD_TORCH_CHECK(!interleaved || (packed.is_contiguous() && scale.is_contiguous() && zero.is_contiguous()),
                     "interleaved weights must be contiguous");
     if (outer) {
