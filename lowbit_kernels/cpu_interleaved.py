@@ -4,7 +4,6 @@ as they go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -96,18 +95,9 @@ def _also_of_activations(call: Call) -> str | None:
     return other_activation(call) or _canonical_is_quicker(call)
 
 
-def _quicker(dots: Callable[[int], int]) -> Callable[[Call], str | None]:
-    """The row for as many rows of bfloat16 as take less time by dot products of it, and for more than a call by digits takes."""
-
-    def row(call: Call) -> str | None:
-        return "cpu_interleaved_dots" if call.m >= dots(call.scheme.bits) and call.dtype == torch.bfloat16 else None
-
-    return row
-
-
-def _dots_beside_digits(bits: int) -> int:
-    """Rows of bfloat16 from which dot products of it take less time than digits."""
-    return {8: 12, 4: 16, 3: 24, 2: 24}.get(bits, 16)
+def _quicker(call: Call) -> str | None:
+    """The row for as many rows of bfloat16 as take less time by dot products of it."""
+    return "cpu_interleaved_dots" if call.m >= 32 and call.dtype == torch.bfloat16 else None
 
 
 _FORMATS = frozenset(name for name in OF_DIGITS.formats or () if FORMATS[name].bits == 4 or are_integers(FORMATS[name]))
@@ -118,7 +108,7 @@ _FEW = replace(
     layout="interleaved",
     formats=_FORMATS,
     groups=_groups,
-    quicker=_quicker(_dots_beside_digits),
+    quicker=_quicker,
     multiples=(ROWS, 32),
     tiles=((4, ROWS, 32), (2, ROWS, 512)),
     also=_canonical_is_quicker,
