@@ -99,8 +99,8 @@ def told(scheme: Scheme) -> tuple[Tensor, Tensor | None, int]:
 def by_digits(scheme: Scheme, digits: int, interleaved: bool = False) -> Product:
     """The product by so many digits of ``x``, of weights that are canonical or interleaved."""
     ops = torch.ops.lowbit_cpu
-    of = ops.digits_linear.default, ops.digits_prepared.default, ops.prepared_linear.default
-    return prepared(*of, *told(scheme), digits, **{"interleaved": True} if interleaved else {})
+    linear, check, again = ops.digits_linear.default, ops.digits_prepared.default, ops.prepared_linear.default
+    return prepared(linear, check, again, *told(scheme), digits, interleaved=interleaved)
 
 
 def _digits_available() -> str | None:
