@@ -31,9 +31,9 @@ def fuse_(model: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
     """Fuse the quantized linear layers of ``model`` that read the same tensors; returns their names, group by group.
 
     ``model(*args, **kwargs)`` is run once to see which those are: layers that are called once each with one tensor. They are
-    fused where they have one scheme, layout, activation scheme and device, and either all or none a bias; schemes whose
-    weights have a scale as a whole (``outer``) and numbers of rows that a layout cannot put side by side are left as they are.
-    Moving the model or exchanging a weight takes a group apart again.
+    fused where they have one scheme, activation scheme and device, and either all or none a bias; schemes whose weights have a
+    scale as a whole (``outer``) are left as they are. They keep their layout where it is the same for all and puts their rows
+    side by side, and become canonical where not. Moving the model or exchanging a weight takes a group apart again.
     """
     names: dict[QLinear, str] = {}
     for name, module in model.named_modules():
@@ -76,12 +76,18 @@ def _groups(read: dict[QLinear, list[Tensor]]) -> list[list[QLinear]]:
 
 def _may_be_fused(layer: QLinear) -> bool:
     plain = layer.transform is None and layer.outer is None and layer.fused is None and not layer._forward_hooks
-    return plain and len(layer._sharing()) == 1 and layer.out_features % LAYOUTS[layer.byte_layout].rows == 0
+    return plain and len(layer._sharing()) == 1
+
+
+def _common_layout(layers: list[QLinear]) -> str:
+    """The layout in which the layers' rows can lie one behind the other."""
+    name, *others = {layer.byte_layout for layer in layers}
+    return "canonical" if others or any(layer.out_features % LAYOUTS[name].rows for layer in layers) else name
 
 
 def _kind(layer: QLinear) -> tuple[Any, ...]:
     static = None if layer.input_scale is None else float(layer.input_scale)
-    what = layer.spelling, layer.in_features, layer.byte_layout, layer.weight_dtype, layer.packed.device
+    what = layer.spelling, layer.in_features, layer.weight_dtype, layer.packed.device
     return *what, layer.bias is None, str(layer.activation), static
 
 
@@ -89,11 +95,12 @@ class Fused:
     """Layers whose weights lie one behind the other; ``whole`` is the layer that they are together."""
 
     def __init__(self, layers: list[QLinear]) -> None:
-        first, sizes = layers[0], [layer.out_features for layer in layers]
-        parts: dict[str, Tensor | None] = {name: _joined([getattr(layer, name) for layer in layers]) for name in _PARTS}
+        first, sizes, layout = layers[0], [layer.out_features for layer in layers], _common_layout(layers)
+        weights = [layer.weight.to_layout(layout) for layer in layers]
+        parts: dict[str, Tensor | None] = {name: _joined([getattr(weight, name) for weight in weights]) for name in _PARTS}
         shape, bias = (sum(sizes), first.in_features), _joined([layer.bias for layer in layers])
         weight = QTensor(
-            parts["packed"], parts["scale"], parts["zero_point"], None, first.scheme, shape, first.weight_dtype, first.byte_layout
+            parts["packed"], parts["scale"], parts["zero_point"], None, first.scheme, shape, first.weight_dtype, layout
         )
         self.whole = QLinear(weight, bias, first.activation, first.input_scale)
         self.whole.train(first.training)
@@ -105,7 +112,7 @@ class Fused:
         for i, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
             rows = slice(start, start + size)
             layer._hold({name: None if part is None else part.detach()[rows] for name, part in parts.items()})
-            layer.fused, layer._place = self, i
+            layer.byte_layout, layer.fused, layer._place = layout, self, i
             start += size
 
     def part(self, place: int, x: Tensor) -> Tensor:

@@ -37,8 +37,7 @@ class Layout:
     """A named bijection. ``arrange(parts, scheme, k)`` takes canonical parts, ``restore`` gives them back bit for bit.
 
     ``sizes(scheme, n, k)``: the last dimensions of ``packed`` and of ``scale`` for a weight [n, k] in this layout. ``rows``: how
-    many lie together, so that weights of multiples of as many can lie one behind the other as one weight. ``is_chosen``: whether
-    a layer takes it by itself where kernels read it; others are asked for (``QTensor.to_layout``).
+    many lie together, so that weights of multiples of as many can lie one behind the other as one weight.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Layout:
     restore: Callable[[Parts, Scheme, int], Parts]
     sizes: Callable[[Scheme, int, int], tuple[int, int]] = _canonical_sizes
     rows: int = 1
-    is_chosen: bool = True
 
 
 def _same(parts: Parts, scheme: Scheme, k: int) -> Parts:
@@ -72,5 +70,5 @@ def _from_interleaved(parts: Parts, scheme: Scheme, k: int) -> Parts:
 LAYOUTS: dict[str, Layout] = {
     "canonical": Layout("canonical", _same, _same),
     "tiles": Layout("tiles", _to_tiles, _from_tiles, tiles.sizes, tiles.ROWS),
-    "interleaved": Layout("interleaved", _interleave, _from_interleaved, rows=interleaved.ROWS, is_chosen=False),
+    "interleaved": Layout("interleaved", _interleave, _from_interleaved, rows=interleaved.ROWS),
 }

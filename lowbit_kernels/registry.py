@@ -213,7 +213,7 @@ def preferred_layout(call: Call) -> str:
     """
     for layout in LAYOUTS:
         ranges = []
-        for kernel in kernels() if layout != "canonical" and LAYOUTS[layout].is_chosen else ():
+        for kernel in kernels() if layout != "canonical" else ():
             first = max(kernel.m[0], 1)
             if kernel.op != call.op or kernel.layout != layout or kernel.on_request:
                 continue

@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowbit import QLinear, fuse_, load, quantize_, save
 from lowbit.evals.shapes import random_model
+from lowbit_kernels.layouts import LAYOUTS
 
 SCHEMES = ("int4", "int3", "fp6", "nf4", "mxfp4", "int8_dynamic_activation_int8_weight")
 
@@ -19,10 +20,10 @@ SCHEMES = ("int4", "int3", "fp6", "nf4", "mxfp4", "int8_dynamic_activation_int8_
 class Attention(nn.Module):
     """Three layers that read one tensor, of different heights, and one that reads what comes of them."""
 
-    def __init__(self, bias: bool = False) -> None:
+    def __init__(self, bias: bool = False, heights: tuple[int, ...] = (48, 16, 32)) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(64, n, bias=bias) for n in (48, 16, 32))
-        self.o = nn.Linear(96, 64, bias=bias)
+        self.q, self.k, self.v = (nn.Linear(64, n, bias=bias) for n in heights)
+        self.o = nn.Linear(sum(heights), 64, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.o(torch.cat((self.q(x), self.k(x), self.v(x)), -1))
@@ -53,6 +54,22 @@ def test_layers_may_be_called_in_any_order(order):
     fuse_(model, xs[0])
     for name, i in order:
         torch.testing.assert_close(getattr(model, name)(xs[i]), wanted[name, i], rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=60)
+@given(heights=st.tuples(*[st.sampled_from([16, 32, 48, 64])] * 3), arranged=st.tuples(*[st.sampled_from([*LAYOUTS])] * 3))
+def test_layers_of_any_layouts_are_fused_and_save_as_before(heights, arranged):
+    model, x = Attention(heights=heights), torch.randn(3, 64)
+    quantize_(model, "int4_g32")
+    for layer, layout in zip((model.q, model.k, model.v), arranged, strict=True):
+        layer.weight = layer.weight.to_layout(layout)
+    taken = {layer.byte_layout for layer in (model.q, model.k, model.v)}
+    apart, before = model(x), {name: part.clone() for name, part in model.state_dict().items()}
+    assert fuse_(model, x) == [("q", "k", "v")]
+    torch.testing.assert_close(model(x), apart, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(before[name], part) for name, part in model.state_dict().items())
+    fits = len(taken) == 1 and not any(height % LAYOUTS[max(taken)].rows for height in heights)
+    assert {layer.byte_layout for layer in (model.q, model.k, model.v)} == (taken if fits else {"canonical"})
 
 
 def test_a_tensor_that_changes_between_two_readers_is_two():

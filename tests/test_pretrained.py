@@ -162,8 +162,13 @@ def test_device_maps(floats, tmp_path, device_map):
     lowbit.quantize_(model, TIED)
     lowbit.save(model, tmp_path)
     found = read(tmp_path, device_map=device_map, offload_folder=str(tmp_path / "offloaded"))
-    assert torch.equal(found(models.tokens()).logits, model(models.tokens()).logits)
-    if device_map != {**PLACES, "model.layers.0": "disk"}:
+    on_disk = device_map == {**PLACES, "model.layers.0": "disk"}
+    logits, wanted = found(models.tokens()).logits, model(models.tokens()).logits
+    if on_disk:  # weights from a disk are canonical, and kernels of other layouts add up in another order
+        torch.testing.assert_close(logits, wanted)
+    else:
+        assert torch.equal(logits, wanted)
+    if not on_disk:
         same(read(floats / "tied", device_map=device_map, quantization_config=lowbit.Config(TIED)), model)
         return
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj was sent to disk"):
