@@ -82,11 +82,7 @@ def _groups(size: int) -> str | None:
 
 def _canonical_is_quicker(call: Call) -> str | None:
     """Why a weight takes less time from canonical rows."""
-    if (
-        available() is None
-        and torch.ops.lowbit_cpu.instructions() == "avx2"
-        and (call.scheme.bits == 8 or not are_integers(FORMATS[call.scheme.format]))
-    ):
+    if call.scheme.bits in (2, 6) and available() is None and torch.ops.lowbit_cpu.instructions() == "avx2":
         return f"format: {call.scheme.format} takes less time from canonical rows in AVX2"
     return None
 

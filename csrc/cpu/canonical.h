@@ -167,7 +167,8 @@ class CanonicalRows {
   CanonicalRows(const Linear& a, int64_t blocks) : from_(a), held_(a) {
     groups_ = (a.k + a.group - 1) / a.group;
     const int64_t rows = blocks * rows_together;
-    packed_.reset(new uint8_t[rows * a.packed_stride]);
+    held_.packed_stride = stride_of_held(a.packed_stride);
+    packed_.reset(new uint8_t[rows * held_.packed_stride]);
     scale_.reset(new uint8_t[rows * groups_ * size_of(a.scale.stored)]);
     if (a.zero_point.data) zero_.reset(new uint8_t[rows * groups_ * size_of(a.zero_point.stored)]);
     held_.interleaved = false;
@@ -175,8 +176,8 @@ class CanonicalRows {
   // The block that `row` is in becomes the one that is held at `place`.
   void restore(int64_t row, int64_t place = 0) {
     const int64_t first = row / rows_together * rows_together, at = place * rows_together;
-    restore_block(from_.bits, from_.packed + first * from_.packed_stride, from_.k / columns_of_unit(from_.bits), from_.packed_stride,
-                  packed_.get() + at * from_.packed_stride);
+    restore_block(from_.bits, from_.packed + first * from_.packed_stride, from_.k / columns_of_unit(from_.bits), held_.packed_stride,
+                  packed_.get() + at * held_.packed_stride);
     turn(from_.scale, first, scale_.get(), at);
     if (from_.zero_point.data) turn(from_.zero_point, first, zero_.get(), at);
   }
@@ -184,13 +185,15 @@ class CanonicalRows {
   Linear from(int64_t row) const {
     Linear rows = held_;
     const auto behind = [row](const void* data, int64_t stride) { return reinterpret_cast<uintptr_t>(data) - row * stride; };
-    rows.packed = reinterpret_cast<const uint8_t*>(behind(packed_.get(), from_.packed_stride));
+    rows.packed = reinterpret_cast<const uint8_t*>(behind(packed_.get(), held_.packed_stride));
     rows.scale.data = reinterpret_cast<const void*>(behind(scale_.get(), groups_ * size_of(from_.scale.stored)));
     if (zero_) rows.zero_point.data = reinterpret_cast<const void*>(behind(zero_.get(), groups_ * size_of(from_.zero_point.stored)));
     return rows;
   }
 
  private:
+  // Whole lines, an odd number of them: of 32 rows a power of two apart few would stay in the first-level cache.
+  static int64_t stride_of_held(int64_t bytes) { return (bytes + 63) / 64 * 64 | 64; }
   void turn(const Numbers& of, int64_t first, uint8_t* all, int64_t at) const {
     const int64_t size = size_of(of.stored), count = groups_ * size;
     const void* const from = static_cast<const uint8_t*>(of.data) + first * count;

@@ -44,7 +44,7 @@ Tensor dots_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tens
   });
 #if defined(__x86_64__)
   const Dots dots = {of_x.get(), bias ? &bias_numbers : nullptr, static_cast<uint16_t*>(y.mutable_data_ptr())};
-  in_turns(a, 1 << 18, 0, [&](const Turn& turn) { avx512bf16::dots_linear(a, dots, turn.begin, turn.end); }, [](const Turn&) {});
+  in_turns(a, 32, 1 << 18, 0, [&](const Turn& turn) { avx512bf16::dots_linear(a, dots, turn.begin, turn.end); }, [](const Turn&) {});
 #endif
   return y;
 }

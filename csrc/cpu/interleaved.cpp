@@ -14,8 +14,9 @@ struct Wide {
   using Bytes = __m512i;
   using Floats = __m512;
   static constexpr int size = 64, lanes = 16, most_rows = 4, few_of_table = 127;
-  static constexpr int registers(int) { return 2; }
-  static constexpr int chains(int m) { return m == 1 ? 2 : 1; }
+  static constexpr int registers(int, int) { return 2; }
+  static constexpr int streams(int) { return 2; }
+  static constexpr int chains(int sums) { return sums < 8 ? 2 : 1; }
   static constexpr bool takes_words(int) { return false; }
 
   struct Table {
@@ -23,15 +24,22 @@ struct Wide {
     explicit Table(const uint8_t* of) : numbers(of ? _mm512_loadu_si512(of) : _mm512_setzero_si512()) {}
   };
   struct Scales {
+    const Numbers& of;
     ByteScales of_byte;
-    explicit Scales(const Numbers& scale) : of_byte(scale) {}
-    void operator()(const Linear& a, int64_t row, int64_t first, int64_t count, float unit, float* to) const {
-      take_scales(a, of_byte, row, first, count, unit, to);
+    explicit Scales(const Numbers& scale) : of(scale), of_byte(scale) {}
+    void operator()(int64_t i, __m512 (&to)[2]) const {
+      if (of.stored == Stored::bytes && of.table && of_byte.short_numbers)
+        return of_byte(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint8_t*>(of.data) + i)), to[0], to[1]);
+      for (int r = 0; r < 2; r++) {
+        if (of.stored == Stored::bfloat16) {  // the usual ones
+          const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(of.data) + i + 16 * r));
+          to[r] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+        } else {
+          to[r] = numbers_at(of, i + 16 * r, static_cast<__mmask16>(~0u));
+        }
+      }
     }
   };
-  static void take_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, float* to) {
-    avx512vnni::take_zeros(a, row, first, count, false, to);
-  }
   template <bool words, int most>
   struct Sum {
     static constexpr int adds = 1 << 16;
@@ -46,8 +54,7 @@ struct Wide {
     asm("" : "+v"(of));  // read once: a load takes as long as a product
     return of;
   }
-  static inline __m512i integers(const float* p) { return _mm512_load_si512(p); }
-  static inline __m512 floats(const float* p) { return _mm512_load_ps(p); }
+  static inline __m512i integers(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
   static inline __m512 floats(__m512i integers) { return _mm512_cvtepi32_ps(integers); }
   static inline __m512i broadcast(int32_t four) {
     __m512i of = _mm512_set1_epi32(four);
@@ -66,6 +73,7 @@ struct Wide {
   static inline __m512i look_up(const Table& table, __m512i codes) { return _mm512_permutexvar_epi8(codes, table.numbers); }
   static inline __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
   static inline __m512i times(__m512i a, __m512i b) { return _mm512_mullo_epi32(a, b); }
+  static inline __m512 times(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
   static inline __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
   static inline void store(float* p, __m512 a) { _mm512_storeu_ps(p, a); }
 };

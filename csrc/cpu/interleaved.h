@@ -22,12 +22,14 @@ struct Unit {
   static constexpr int first_word(int plane) { return plane == 0 ? 0 : first_word(plane - 1) + words_of_plane(plane - 1); }
 };
 
-// Units in a row that are of one group and one slice, few enough for the sums of words to hold in 32 bits.
+// Units in a row that are of one group and one slice. Some runs, of a slice and of two to four kilobytes together, are a stretch:
+// what is read of one block before another takes its turn.
 struct Run {
   int32_t units, group;
-  bool ends_slice;
+  bool ends_stretch, ends_slice;
 };
-static inline int64_t most_columns_of_run(int bits) { return bits == 8 ? 256 : slice; }
+constexpr int64_t least_of_stretch = 2048;  // bytes
+static inline int64_t most_columns_of_run(int bits) { return bits > 4 ? 128 : bits > 2 ? 256 : slice; }
 
 struct DigitsOfUnits {
   int count;           // digits of a number, as of DigitsOfX
@@ -35,7 +37,7 @@ struct DigitsOfUnits {
   int64_t runs;
   const Run* run;      // [runs], all columns
   int8_t* digits;      // [m, units, fields, count] of four bytes; words: [m, units, 2, words] of two
-  int32_t* sums;       // [m, runs, count or words]: of each run's digits; times -offset where there are no zero points
+  int32_t* sums;       // [m, runs, count or words]: of each run's digits, with a minus; times the offset where there are no zero points
   float* scale;        // [m, slices]: what the lowest digit counts
 };
 

@@ -14,7 +14,9 @@ struct Narrow {
   using Bytes = __m256i;
   using Floats = __m256;
   static constexpr int size = 32, lanes = 8, most_rows = 2, few_of_table = few;
-  static constexpr int registers(int m) { return m == 1 ? 2 : 1; }
+  // Of four and eight bits a whole line, and the next one of another block: sums of 32 bits are in memory then, but seldom needed.
+  static constexpr int registers(int bits, int m) { return (m == 1 && bits % 4 == 0) || (m == 2 && bits == 8) ? 4 : 2; }
+  static constexpr int streams(int bits) { return bits % 4 == 0 ? 2 : 1; }
   static constexpr int chains(int) { return 1; }
   static constexpr bool takes_words(int bits) { return cpu::takes_words(bits, lanes); }
 
@@ -24,15 +26,14 @@ struct Narrow {
         : numbers(of ? _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(of))) : _mm256_setzero_si256()) {}
   };
   struct Scales {
+    const Numbers& of;
     bool exponents;
-    explicit Scales(const Numbers& scale) : exponents(scale.stored == Stored::bytes && scale.table && are_exponents(scale.table)) {}
-    void operator()(const Linear& a, int64_t row, int64_t first, int64_t count, float unit, float* to) const {
-      take_scales(a, exponents, row, first, count, unit, to);
+    explicit Scales(const Numbers& scale) : of(scale), exponents(scale.stored == Stored::bytes && scale.table && are_exponents(scale.table)) {}
+    template <int R>
+    void operator()(int64_t i, __m256 (&to)[R]) const {
+      for (int r = 0; r < R; r++) to[r] = numbers_at(of, exponents, i + 8 * r);
     }
   };
-  static void take_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, float* to) {
-    avx2::take_zeros(a, row, first, count, false, to);
-  }
   template <bool words, int most>
   struct Sum {
     static constexpr int adds = words ? 1 << 16 : std::max(1, 32767 / (2 * 128 * most));
@@ -51,8 +52,7 @@ struct Narrow {
 
   static inline __m256i every(int byte) { return avx2::every(byte); }
   static inline __m256i load(const uint8_t* p) { return bytes32(p); }
-  static inline __m256i integers(const float* p) { return bytes32(p); }
-  static inline __m256 floats(const float* p) { return _mm256_load_ps(p); }
+  static inline __m256i integers(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
   static inline __m256 floats(__m256i integers) { return _mm256_cvtepi32_ps(integers); }
   static inline __m256i broadcast(int32_t four) { return _mm256_set1_epi32(four); }
   static inline __m256 broadcast(float number) { return _mm256_set1_ps(number); }
@@ -72,6 +72,7 @@ struct Narrow {
   static inline __m256i look_up(const Table& table, __m256i codes) { return _mm256_shuffle_epi8(table.numbers, codes); }
   static inline __m256i plus(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
   static inline __m256i times(__m256i a, __m256i b) { return _mm256_mullo_epi32(a, b); }
+  static inline __m256 times(__m256 a, __m256 b) { return _mm256_mul_ps(a, b); }
   static inline __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
   static inline void store(float* p, __m256 a) { _mm256_storeu_ps(p, a); }
 };

@@ -24,7 +24,7 @@ bool multiply_taken(const Linear& a, const Take& take_rows, const Multiply& mult
   };
   // To wake other threads takes as long as some thousand numbers of x: few of them become digits while the others wake, and what
   // each thread multiplies first is on its way.
-  constexpr int64_t numbers = 1 << 13, weights = 1 << 16, last = 16, last_block = 2 * rows_together, early = 16 << 10;
+  constexpr int64_t numbers = 1 << 13, weights = 1 << 16, last = 16, early = 16 << 10;
   const bool is_much = a.m * a.k >= 2 * numbers;
   if (is_much) torch::stable::parallel_for(0, a.m, numbers / a.k + 1, take);
   Once once;
@@ -39,7 +39,8 @@ bool multiply_taken(const Linear& a, const Take& take_rows, const Multiply& mult
     if (!multiply_rows(turn)) good = false;
     finish(turn.begin, turn.end);
   };
-  in_turns(a, weights, a.interleaved ? last_block : last, multiply, begin_with);
+  if (a.interleaved) in_turns(a, 2 * rows_together, weights, 0, multiply, begin_with);  // two blocks take turns
+  else in_turns(a, rows_together, weights, last, multiply, begin_with);
   return good;
 }
 
@@ -67,11 +68,13 @@ template <typename Finish>
 bool multiply_interleaved(const Linear& a, const DigitsPlan& plan, const Numbers& x, const float* given, const Finish& finish) {
   std::vector<Run> runs;
   const int64_t most = most_columns_of_run(a.bits), columns = columns_of_unit(a.bits);
-  for (int64_t at = 0; at < a.k;) {
+  for (int64_t at = 0, begin = 0; at < a.k;) {
     const int64_t group = at / a.group, slice_end = std::min((at / slice + 1) * slice, a.k);
     const int64_t past = std::min({(group + 1) * a.group, slice_end, at + most});
-    runs.push_back({static_cast<int32_t>((past - at) / columns), static_cast<int32_t>(group), past == slice_end});
+    const bool ends = past == slice_end || (past - begin) * a.bits * rows_together / 8 >= least_of_stretch;
+    runs.push_back({static_cast<int32_t>((past - at) / columns), static_cast<int32_t>(group), ends, past == slice_end});
     at = past;
+    if (ends) begin = at;
   }
   const int64_t count = static_cast<int64_t>(runs.size()), digits = in_lines(a.m * a.k * plan.size);
   const int64_t sums = in_lines(a.m * count * plan.count * 4);
@@ -107,7 +110,7 @@ bool multiply_steps(const Linear& a, const Numbers& x, const Finish& finish) {
     kernels->floats(a, of_x, turn.begin, turn.end);
     finish(turn.begin, turn.end);
   };
-  in_turns(a, 1 << 18, 0, multiply, begin_with);
+  in_turns(a, 32, 1 << 18, 0, multiply, begin_with);
   return true;
 }
 

@@ -26,10 +26,11 @@ void in_tasks(const Linear& a, const Multiply& multiply) {
 
 // The same in turns of `weights` and more: a thread takes part of what is left, less each time, so that one which is held up by
 // others holds up none. It takes its next turn before it multiplies the `last` rows of one, which are a call of their own, so
-// that what they read ahead is what it goes on with. `begin_with` is called once by each thread, with its first turn.
+// that what they read ahead is what it goes on with. `begin_with` is called once by each thread, with its first turn. `rows`: turns
+// are of multiples of as many.
 template <typename Multiply, typename BeginWith>
-void in_turns(const Linear& a, int64_t weights, int64_t last, const Multiply& multiply, const BeginWith& begin_with) {
-  constexpr int64_t rows = 32, of_thread = 1 << 17;
+void in_turns(const Linear& a, int64_t rows, int64_t weights, int64_t last, const Multiply& multiply, const BeginWith& begin_with) {
+  constexpr int64_t of_thread = 1 << 17;
   const int64_t tasks = (a.n + rows - 1) / rows, of_task = rows * (a.k > 0 ? a.k : 1), least = weights / of_task + 1;
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, tasks, of_thread / of_task + 1, [&](int64_t begin, int64_t end) {

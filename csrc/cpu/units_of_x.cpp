@@ -70,7 +70,7 @@ bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOf
         for (int64_t r = 0; r < runs; r++) {
           int32_t sum = 0;
           for (int64_t i = 0; i < run[r].units * columns; i++) sum += at[i];
-          sums[r * parts + d] = a.zero_point.data ? sum : -how.offset * sum;
+          sums[r * parts + d] = a.zero_point.data ? -sum : -how.offset * sum;
           at += run[r].units * columns;
         }
         put_words<F>(own, count, parts, words + d);
