@@ -125,6 +125,34 @@ def test_products_keep_their_contracts(scheme: Scheme, instructions: str, monkey
 
 
 @runs_here
+@settings(deadline=None, max_examples=60)
+@given(
+    scheme=st.sampled_from(OF_DIGITS),
+    blocks=st.integers(1, 21),
+    k=st.sampled_from([128, 512, 2048]),
+    m=st.sampled_from([1, 1, 2, 5]),
+    digits=st.integers(1, 3),
+    instructions=st.sampled_from(["avx2", ""]),
+)
+def test_a_block_gives_the_same_bits_wherever_it_lies(
+    scheme: Scheme, blocks: int, k: int, m: int, digits: int, instructions: str
+) -> None:
+    """Threads take blocks in turns of any length, two of them at once."""
+    generator = torch.Generator().manual_seed(blocks)
+    w, x = torch.randn(32 * blocks, k, generator=generator), torch.randn(m, k, generator=generator).bfloat16()
+    packed, scale, zero, outer = reference.quantize(w, scheme, "range")
+    parts = interleaved.arrange(packed, scale, zero, scheme, k)
+    with pytest.MonkeyPatch.context() as patch:
+        if instructions:
+            patch.setenv("LOWBIT_CPU", instructions)
+        y = multiply(x, (*parts, outer), scheme, digits, True)
+        for block in {0, blocks // 2, blocks - 1}:
+            rows = slice(32 * block, 32 * block + 32)
+            alone = tuple(None if part is None else part[rows] for part in parts)
+            assert torch.equal(multiply(x, (*alone, outer), scheme, digits, True), y[:, rows])
+
+
+@runs_here
 @pytest.mark.parametrize("instructions", ["avx2", ""])
 @pytest.mark.parametrize(
     "scheme", [Scheme("int8"), Scheme("uint4", 128, "int"), Scheme("fp4_e2m1", 32), Scheme("int3", 32)], ids=str
