@@ -32,8 +32,8 @@ def fuse_(model: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
 
     ``model(*args, **kwargs)`` is run once to see which those are: layers that are called once each with one tensor. They are
     fused where they have one scheme, activation scheme and device, and either all or none a bias; schemes whose weights have a
-    scale as a whole (``outer``) are left as they are. They keep their layout where it is the same for all and puts their rows
-    side by side, and become canonical where not. Moving the model or exchanging a weight takes a group apart again.
+    scale as a whole (``outer``) and numbers of rows that a layout cannot put side by side are left as they are. Layers of
+    different layouts become canonical. Moving the model or exchanging a weight takes a group apart again.
     """
     names: dict[QLinear, str] = {}
     for name, module in model.named_modules():
@@ -76,13 +76,7 @@ def _groups(read: dict[QLinear, list[Tensor]]) -> list[list[QLinear]]:
 
 def _may_be_fused(layer: QLinear) -> bool:
     plain = layer.transform is None and layer.outer is None and layer.fused is None and not layer._forward_hooks
-    return plain and len(layer._sharing()) == 1
-
-
-def _common_layout(layers: list[QLinear]) -> str:
-    """The layout in which the layers' rows can lie one behind the other."""
-    name, *others = {layer.byte_layout for layer in layers}
-    return "canonical" if others or any(layer.out_features % LAYOUTS[name].rows for layer in layers) else name
+    return plain and len(layer._sharing()) == 1 and layer.out_features % LAYOUTS[layer.byte_layout].rows == 0
 
 
 def _kind(layer: QLinear) -> tuple[Any, ...]:
@@ -95,7 +89,8 @@ class Fused:
     """Layers whose weights lie one behind the other; ``whole`` is the layer that they are together."""
 
     def __init__(self, layers: list[QLinear]) -> None:
-        first, sizes, layout = layers[0], [layer.out_features for layer in layers], _common_layout(layers)
+        first, sizes = layers[0], [layer.out_features for layer in layers]
+        layout = first.byte_layout if len({layer.byte_layout for layer in layers}) == 1 else "canonical"
         weights = [layer.weight.to_layout(layout) for layer in layers]
         parts: dict[str, Tensor | None] = {name: _joined([getattr(weight, name) for weight in weights]) for name in _PARTS}
         shape, bias = (sum(sizes), first.in_features), _joined([layer.bias for layer in layers])

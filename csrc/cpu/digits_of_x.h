@@ -13,6 +13,12 @@
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 
+#if defined(__AVX512F__)
+constexpr int lanes = wide_lanes;
+#else
+constexpr int lanes = narrow_lanes;
+#endif
+
 inline int32_t bits_of(float number) {
   int32_t bits;
   memcpy(&bits, &number, 4);

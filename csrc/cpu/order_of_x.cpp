@@ -6,12 +6,6 @@
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int lanes = wide_lanes;
-#else
-constexpr int lanes = narrow_lanes;
-#endif
-
 // F: fields of a step's digits; C: columns of a lane.
 template <int F, int C, int D, typename Digit>
 bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to, int64_t begin, int64_t end) {

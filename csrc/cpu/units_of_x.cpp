@@ -8,12 +8,6 @@
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int lanes = wide_lanes;
-#else
-constexpr int lanes = narrow_lanes;
-#endif
-
 // Digits of columns in order, as the words of each unit's fields: byte or half p of field f's word is of column p F + f. They lie
 // `apart` words from one to the next.
 template <int F, typename Digit>
