@@ -38,6 +38,7 @@ class Layout:
 
     ``sizes(scheme, n, k)``: the last dimensions of ``packed`` and of ``scale`` for a weight [n, k] in this layout. ``rows``: how
     many lie together, so that weights of multiples of as many can lie one behind the other as one weight.
+    ``is_looked_up``: whether a weight whose rows are looked up one by one is kept so, too.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Layout:
     restore: Callable[[Parts, Scheme, int], Parts]
     sizes: Callable[[Scheme, int, int], tuple[int, int]] = _canonical_sizes
     rows: int = 1
+    is_looked_up: bool = True
 
 
 def _same(parts: Parts, scheme: Scheme, k: int) -> Parts:
@@ -70,5 +72,5 @@ def _from_interleaved(parts: Parts, scheme: Scheme, k: int) -> Parts:
 LAYOUTS: dict[str, Layout] = {
     "canonical": Layout("canonical", _same, _same),
     "tiles": Layout("tiles", _to_tiles, _from_tiles, tiles.sizes, tiles.ROWS),
-    "interleaved": Layout("interleaved", _interleave, _from_interleaved, rows=interleaved.ROWS),
+    "interleaved": Layout("interleaved", _interleave, _from_interleaved, rows=interleaved.ROWS, is_looked_up=False),
 }

@@ -213,7 +213,8 @@ def preferred_layout(call: Call) -> str:
     """
     for layout in LAYOUTS:
         ranges = []
-        for kernel in kernels() if layout != "canonical" else ():
+        is_kept = layout != "canonical" and (call.op != "embedding" or LAYOUTS[layout].is_looked_up)
+        for kernel in kernels() if is_kept else ():
             first = max(kernel.m[0], 1)
             if kernel.op != call.op or kernel.layout != layout or kernel.on_request:
                 continue

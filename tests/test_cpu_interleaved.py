@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lowbit import QLinear, QTensor, quantize_, trace_kernels
+from lowbit import QEmbedding, QLinear, QTensor, quantize_, trace_kernels
 from lowbit.packing import pack, plane_widths
 from lowbit.scheme import PLAIN_SCALES, SCHEMES, Scheme
 from lowbit_kernels import cpu, cpu_panels, interleaved, reference
@@ -224,6 +224,9 @@ def test_a_model_is_kept_interleaved_where_that_is_quicker() -> None:
     model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 33), nn.Linear(33, 32)).bfloat16()
     quantize_(model, "int4_g32")
     assert [layer.byte_layout for layer in model if isinstance(layer, QLinear)] == ["interleaved", "canonical", "canonical"]
+    assert (
+        QEmbedding(QTensor.quantize(torch.randn(64, 96), "int4_g32")).byte_layout == "canonical"
+    )  # a row is not all over a block
     with trace_kernels() as trace:
         model[0](torch.randn(1, 96).bfloat16())
     assert list(trace.kernels()) == ["cpu_interleaved_two_digits"]
