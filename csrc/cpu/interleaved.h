@@ -22,8 +22,8 @@ struct Unit {
   static constexpr int first_word(int plane) { return plane == 0 ? 0 : first_word(plane - 1) + words_of_plane(plane - 1); }
 };
 
-// Units in a row that are of one group and one slice. Some runs, of a slice and of two to four kilobytes together, are a stretch:
-// what is read of one block before another takes its turn.
+// Units in a row that are of one group and one slice, and few enough for their sums to hold in 32 bits. Some runs, of a slice and of
+// two to four kilobytes together, are a stretch: what is read of one block before another takes its turn.
 struct Run {
   int32_t units, group;
   bool ends_stretch, ends_slice;
