@@ -43,6 +43,7 @@ struct Narrow {
       if constexpr (words) sums = _mm256_add_epi32(sums, _mm256_madd_epi16(codes, digits));
       else if constexpr (adds == 1) sums = _mm256_add_epi32(sums, in_32(_mm256_maddubs_epi16(codes, digits)));
       else short_sums = _mm256_add_epi16(short_sums, _mm256_maddubs_epi16(codes, digits));
+      asm("" : "+x"(short_sums));  // one after the other: a compiler would keep all products in memory, and add them up in a tree
     }
     inline void move() {
       if constexpr (words || adds == 1) return;
