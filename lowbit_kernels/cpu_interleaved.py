@@ -80,17 +80,6 @@ def _groups(size: int) -> str | None:
     return None if size == -1 or size % 32 == 0 else "takes multiples of 32, or the whole row"
 
 
-def _canonical_is_quicker(call: Call) -> str | None:
-    """Why a weight takes less time from canonical rows."""
-    if call.scheme.bits in (2, 6) and available() is None and torch.ops.lowbit_cpu.instructions() == "avx2":
-        return f"format: {call.scheme.format} takes less time from canonical rows in AVX2"
-    return None
-
-
-def _also_of_activations(call: Call) -> str | None:
-    return other_activation(call) or _canonical_is_quicker(call)
-
-
 def _quicker(call: Call) -> str | None:
     """The row for as many rows of bfloat16 as take less time by dot products of it."""
     return "cpu_interleaved_dots" if call.m >= 32 and call.dtype == torch.bfloat16 else None
@@ -107,7 +96,6 @@ _FEW = replace(
     quicker=_quicker,
     multiples=(ROWS, 32),
     tiles=((4, ROWS, 32), (2, ROWS, 512)),
-    also=_canonical_is_quicker,
 )
 _MANY = Kernel(
     "cpu_interleaved_panels",
@@ -124,7 +112,6 @@ _MANY = Kernel(
     multiples=(ROWS, 32),
     tiles=((16, ROWS, 32),),
     available=available,
-    also=_canonical_is_quicker,
 )
 for _row in (
     replace(
@@ -144,7 +131,7 @@ for _row in (
         m=(1, None),
         formats=_FORMATS - {"int8"},  # torch's own product of int8 takes canonical rows, and less time for many rows of x
         quicker=lambda call: None,
-        also=_also_of_activations,
+        also=other_activation,
     ),
     replace(_MANY, name="cpu_interleaved_dots", run=dots_linear, dtypes=frozenset({torch.bfloat16}), available=dots_available),
     _MANY,
