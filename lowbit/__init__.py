@@ -1,6 +1,7 @@
 """lowbit: every low-bit number format as one tensor, one call to quantize a model, and a receipt of what it cost.
 
-Importing it loads neither Triton nor CUDA; each name below is imported when it is first used. It does one thing to others:
+Importing it loads neither Triton nor CUDA; each name below is imported when it is first used. It does two things to others:
+torch knows the operators, so that a program which torch.export or AOTInductor wrote loads (``lowbit_kernels.schemas``), and
 transformers' ``from_pretrained`` knows lowbit's models as soon as both are imported, in either order (``pretrained.arrival``).
 """
 
@@ -9,7 +10,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import pickling  # noqa: F401 - so that torch.load knows a QTensor, whatever else was imported
+from . import (
+    autocast,  # noqa: F401 - the operators and their rules for it
+    pickling,  # noqa: F401 - so that torch.load knows a QTensor, whatever else was imported
+)
 from .pretrained import arrival
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import lowbit_kernels.ops  # noqa: F401 - defines the operators
+import lowbit_kernels.schemas  # noqa: F401 - names the operators
 
 __all__: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The operators: schema, shape rule (fake) and autograd rule of each. No backend is imported here.
+"""The operators: meaning, shape rule (fake) and autograd rule of each. No backend is imported here.
 
 Every weight is passed as ``packed, scale, zero_point, outer`` beside the canonical spelling of its scheme
 (:meth:`lowbit.scheme.Scheme.__str__`) and the name of its layout. ``M`` is looked at when the operator runs, so a
@@ -21,24 +21,9 @@ from lowbit.scheme import Scheme
 from . import epilogues
 from .layouts import LAYOUTS
 from .registry import Call, run
+from .schemas import Operator
 
-__all__: list[str] = []
-
-_WEIGHT = "Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer"
-_LAST = 'str epilogue="none"'  # a name of :mod:`.epilogues`
-_SCHEMAS = (
-    f"linear(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, {_LAST}) -> Tensor",
-    f"quantized_linear(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, str activation, Tensor? input_scale, "
-    f"{_LAST}) -> Tensor",
-    f"grouped_linear(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, {_LAST}) -> Tensor",
-    f"embedding(Tensor indices, {_WEIGHT}, str scheme, str layout, SymInt k, ScalarType dtype) -> Tensor",
-    f"dequantize({_WEIGHT}, str scheme, str layout, SymInt k, ScalarType dtype) -> Tensor",
-    "quantize(Tensor w, str scheme, str method) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-
-LIBRARY = torch.library.Library("lowbit", "DEF")
-for _schema in _SCHEMAS:
-    LIBRARY.define(_schema)
+__all__ = ["OPERATORS"]
 
 
 @functools.lru_cache(maxsize=32)
@@ -278,17 +263,6 @@ def _quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor, Tens
     return packed, scale, absent() if zero_point is None else zero_point, absent() if outer is None else outer
 
 
-for _name, _function in (
-    ("linear", _linear),
-    ("quantized_linear", _quantized_linear),
-    ("grouped_linear", _grouped_linear),
-    ("embedding", _embedding),
-    ("dequantize", _dequantize),
-    ("quantize", _quantize),
-):
-    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-
-
 # ---- fakes -----------------------------------------------------------------------------------------------------
 
 
@@ -318,17 +292,6 @@ def _fake_quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor,
         w.new_empty(absent, dtype=torch.uint8) if zero is None else torch.empty_like(scale, dtype=zero),
         w.new_empty(w.shape[:-2], dtype=torch.float32) if how.outer else w.new_empty(absent, dtype=torch.uint8),
     )
-
-
-for _name, _fake in (
-    ("linear", _fake_linear),
-    ("quantized_linear", _fake_linear),
-    ("grouped_linear", _fake_linear),
-    ("embedding", _fake_embedding),
-    ("dequantize", _fake_dequantize),
-    ("quantize", _fake_quantize),
-):
-    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=LIBRARY)
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------
@@ -361,9 +324,17 @@ def _backward_linear(product: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | Non
     return (grad_x, None, None, None, None, grad_bias, *([None] * (len(ctx.needs_input_grad) - 6)))
 
 
-for _name in ("linear", "quantized_linear", "grouped_linear"):
-    # quantized_linear: the rounding of x passes gradients as if it were the identity (straight through).
-    _backward = functools.partial(_backward_linear, getattr(torch.ops.lowbit, _name))
-    torch.library.register_autograd(f"lowbit::{_name}", _backward, setup_context=_setup_linear, lib=LIBRARY)
+def _product_of(name: str, run: Any) -> Operator:
+    """quantized_linear: the rounding of x passes gradients as if it were the identity (straight through)."""
+    backward = functools.partial(_backward_linear, getattr(torch.ops.lowbit, name))
+    return Operator(run, _fake_linear, _setup_linear, backward)
 
-from . import token_ops  # noqa: E402, F401 - more of them, which need what stands above
+
+OPERATORS: dict[str, Operator] = {
+    "linear": _product_of("linear", _linear),
+    "quantized_linear": _product_of("quantized_linear", _quantized_linear),
+    "grouped_linear": _product_of("grouped_linear", _grouped_linear),
+    "embedding": Operator(_embedding, _fake_embedding),
+    "dequantize": Operator(_dequantize, _fake_dequantize),
+    "quantize": Operator(_quantize, _fake_quantize),
+}

@@ -1,4 +1,4 @@
-"""Operators on tokens that are rounded once and multiplied several times: their schemas, fakes and checks.
+"""Operators on tokens that are rounded once and multiplied several times: their meaning, fakes and checks.
 
 Rounded tokens are ``codes`` [..., bytes] and scales [..., groups] under an activation scheme without zero points.
 """
@@ -14,17 +14,11 @@ from torch import Tensor
 from lowbit.packing import packed_size
 from lowbit.scheme import Scheme
 
-from .ops import LIBRARY, _check_weight, _like, _likes, call_for, own
+from .ops import _check_weight, _like, _likes, call_for, own
 from .registry import run
+from .schemas import Operator
 
-__all__: list[str] = []
-
-_WEIGHT = "Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer"
-LIBRARY.define("rms_norm_quantize(Tensor x, Tensor? weight, float eps, str activation) -> (Tensor, Tensor)")
-LIBRARY.define(
-    f"codes_linear(Tensor codes, Tensor x_scale, {_WEIGHT}, Tensor? bias, str scheme, str layout, str activation, SymInt k, "
-    "ScalarType dtype) -> Tensor"
-)
+__all__ = ["OPERATORS"]
 
 
 def _activation(spelling: str) -> Scheme:
@@ -77,14 +71,6 @@ def _fake_codes_linear(codes: Tensor, x_scale: Tensor, packed: Tensor, *rest: An
     return codes.new_empty((*codes.shape[:-1], packed.shape[-2]), dtype=rest[-1])
 
 
-for _name, _function, _fake in (
-    ("rms_norm_quantize", _rms_norm_quantize, _fake_rms_norm_quantize),
-    ("codes_linear", _codes_linear, _fake_codes_linear),
-):
-    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=LIBRARY)
-
-
 # ---- autograd: codes have no gradient, so that it reaches the bias alone --------------------------------------------
 
 
@@ -99,4 +85,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*([None] * 6), bias, *([None] * (len(ctx.needs_input_grad) - 7)))
 
 
-torch.library.register_autograd("lowbit::codes_linear", _backward, setup_context=_setup, lib=LIBRARY)
+OPERATORS: dict[str, Operator] = {
+    "rms_norm_quantize": Operator(_rms_norm_quantize, _fake_rms_norm_quantize),
+    "codes_linear": Operator(_codes_linear, _fake_codes_linear, _setup, _backward),
+}

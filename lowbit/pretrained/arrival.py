@@ -1,8 +1,7 @@
 """Registers lowbit with transformers once transformers' quantizers are imported, before lowbit or after it.
 
-This is the one thing that ``import lowbit`` does beyond its own modules. It imports nothing for it: where
-``transformers.quantizers.auto`` is not loaded yet, a finder waits in ``sys.meta_path`` for that one name, lets the other
-finders find it, and is gone once the module has run.
+``import lowbit`` does it, and imports nothing for it: where ``transformers.quantizers.auto`` is not loaded yet, a finder waits
+in ``sys.meta_path`` for that one name, lets the other finders find it, and is gone once the module has run.
 """
 
 from __future__ import annotations
