@@ -64,6 +64,8 @@ class Assembly:
         """Make the module ``path`` that the file has and the model's class does not; it is put into the model at the end."""
         parent, _, leaf = path.rpartition(".")
         kind, given = settings.get("kind"), {name: value for name, value in settings.items() if name != "kind"}
+        if not leaf:  # the model itself, which would stand within itself
+            self._refuse(path, f"names no place for the {kind!r:.40} that the file has there")
         if kind not in INSERTED:
             self._refuse(path, f"must be one of {', '.join(INSERTED)}, got {kind!r:.40}")
         try:

@@ -50,6 +50,9 @@ class FileSet:
         for name, stored in self.header.aliases.items():
             if name in self._home or stored not in self._home:
                 raise CheckpointError(f"{files[0].path}: {name} is to share the tensor {stored}, which no file holds")
+        for name in self.header.nonpersistent:
+            if self.header.aliases.get(name, name) not in self._home:
+                raise CheckpointError(f"{files[0].path}: the header lists the buffer {name}, which no file holds: altered")
 
     @property
     def specs(self) -> dict[str, Spec]:

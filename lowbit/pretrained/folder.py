@@ -48,7 +48,9 @@ class Folder:
             self._header = opened.header
             _refuse_parameters(opened.header, opened.path("model"))
             _fill(model, opened)
-            self._buffers = {name: opened.read(self._stored(name)) for name in self._header.nonpersistent}
+            held = opened.specs
+            names = [name for name in _computed(model) if self._stored(name) in held]
+            self._buffers = {name: opened.read(self._stored(name)) for name in names}
         self._as_stored = _stored_dtype(folder, self._header) in (None, model.config.dtype)
         if not self._as_stored:
             _cast(model, wanted, model.config.dtype)
@@ -73,7 +75,9 @@ class Folder:
         known = set(model.state_dict())
         set_ties(model, {name: stored for name, stored in self._header.aliases.items() if name in known})
         self._ignored = model._keys_to_ignore_on_load_unexpected
-        model._keys_to_ignore_on_load_unexpected = {rf"^{re.escape(name)}$" for name in self._header.nonpersistent}
+        model._keys_to_ignore_on_load_unexpected = {
+            rf"^{re.escape(name)}$" for name in (*self._header.nonpersistent, *self._buffers)
+        }
 
     def conversions(self) -> list[WeightConverter]:
         """Codes that the file packs are a byte each in memory."""
@@ -147,6 +151,11 @@ def _fill(model: nn.Module, files: FileSet) -> None:
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _computed(model: nn.Module) -> list[str]:
+    """The buffers that a model makes for itself, and that no ``state_dict`` has."""
+    return [joined(path, name) for path, module in model.named_modules() for name in module._non_persistent_buffers_set]
 
 
 def _refuse_parameters(header: Header, path: Path) -> None:
