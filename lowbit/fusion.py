@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 
 from lowbit_kernels.layouts import LAYOUTS
 
+from .ambient import isolated
 from .linear import QLinear
 from .tensor import QTensor
 
@@ -27,6 +28,7 @@ __all__ = ["Fused", "fuse_"]
 _PARTS = ("packed", "scale", "zero_point")
 
 
+@isolated()
 def fuse_(model: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
     """Fuse the quantized linear layers of ``model`` that read the same tensors; returns their names, group by group.
 
@@ -39,7 +41,7 @@ def fuse_(model: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
     for name, module in model.named_modules():
         if isinstance(module, QLinear):
             names.setdefault(module, name)
-    with _reading(names) as read, torch.no_grad():
+    with _reading(names) as read:
         model(*args, **kwargs)
     found = []
     for layers in _groups(read):

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .ambient import isolated
 from .calibration.data import Batch, Calibration
+from .calibration.modes import leave_inference_mode
 from .checkpoint.skeleton import is_pretrained
 from .environment import usable_device
 from .inserted import Inserted
@@ -54,6 +56,9 @@ def quantize_(
     arguments: with data each runs its share of the batches and rounds its share of the layers, and all end with the same
     model, which one of them saves.
 
+    The bytes depend neither on what the program has set for torch (:mod:`lowbit.ambient`) nor on the mode of ``model``, which
+    runs in evaluation mode, without autocast, and with random numbers of its own.
+
     Every weight is checked before the first is changed. Peak memory stays under the model and twice its largest layer; with
     data it is the model, the statistics of a block (8 K^2 bytes for each tensor that its layers read), what the rounder
     takes for one layer, and the inputs of one block; where a rounder is ``asymmetric``, also a float copy of that block and
@@ -96,6 +101,7 @@ def rewrite_(
     return carried
 
 
+@isolated()
 def _carried_out(
     model: nn.Module,
     recipe: Recipe,
@@ -106,6 +112,7 @@ def _carried_out(
     keep_on_device: bool,
     progress: Progress | None,
 ) -> Plan:
+    leave_inference_mode(model)
     carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
     replacement = kind(model, carried.layers, layers, device, keep_on_device, progress)
     replacement.check()
@@ -168,6 +175,7 @@ def planned(
     return carried, layers
 
 
+@isolated()
 def replace_layers(
     model: nn.Module,
     entries: Sequence[LayerPlan],

@@ -89,7 +89,6 @@ class Replacement:
         else:
             self.place(i, self.round(i, statistics, calibrated))
 
-    @torch.inference_mode(False)  # parameters made in that mode could never meet autograd again
     def round(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> RoundedWeight:
         """What becomes of the layer at place ``i``, which stays as it is until :meth:`place`.
 
@@ -109,7 +108,6 @@ class Replacement:
             return found._replace(notes=(*found.notes, NO_STATIC_SCALE))
         return found._replace(input_scale=static_scale(statistics, entry.target))
 
-    @torch.inference_mode(False)
     def place(self, i: int, found: RoundedWeight) -> None:
         """Put what :meth:`round` gave in place of the layer, whose float weight goes."""
         entry, key = self.entries[i], self._keys[i]

@@ -15,9 +15,9 @@ from .scheme import PLAIN_SCALES, Scheme
 __all__ = ["choose", "least_cost", "nearest_scale", "outer_of", "round_scale", "squared"]
 
 METHODS = ("range", "mse")
-_SHRINKS = torch.linspace(1.0, 0.4, 25).tolist()
+_SHRINKS = torch.linspace(1.0, 0.4, 25, dtype=torch.float32, device="cpu").tolist()
 _POWERS = (1.0, 2.0, 0.5)  # of the range, for scales that are powers of two: the floor rule's, and the ones beside it
-_ENDS = torch.linspace(1.0, 0.4, 8).tolist()
+_ENDS = torch.linspace(1.0, 0.4, 8, dtype=torch.float32, device="cpu").tolist()
 
 
 def choose(w: Tensor, scheme: Scheme, method: str = "range", outer: Tensor | None = None) -> Scales:

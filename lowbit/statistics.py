@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .ambient import isolated
+
 __all__ = ["Statistics", "Tally"]
 
 _CHUNK = 256  # rows of a matrix that are worked on at a time, so that no second one of its size is made
@@ -42,6 +44,7 @@ class Statistics:
             raise ValueError(f"statistics need at least 1 row, got {self.count}")
 
     @staticmethod
+    @isolated()
     def of(x: Tensor, name: str = "input", meant: Tensor | None = None) -> Statistics:
         """The statistics of the rows of ``x`` [..., K], and of how far they are from those ``meant``; see :meth:`Tally.add`."""
         tally = Tally(x.shape[-1], x.device, drifts=meant is not None)
@@ -53,6 +56,7 @@ class Statistics:
         """bool [K]: channels that were 0 in every row, so that their weights are free."""
         return self.gram.diagonal() == 0
 
+    @isolated()
     def scaled(self, s: Tensor) -> Statistics:
         """The statistics of x / s, for ``s`` [K] (finite, not 0): what a layer reads after its weight is multiplied by s."""
         if s.shape != self.absmax.shape or not bool((torch.isfinite(s) & (s != 0)).all()):
@@ -80,6 +84,7 @@ class Statistics:
         drift = None if self.drift is None else self.drift.to(device)
         return Statistics(self.gram.to(device), self.absmax.to(device), self.count, drift)
 
+    @isolated()
     def output_error(self, weight: Tensor, rounded: Tensor) -> float:
         """How far x @ rounded.T is from x @ weight.T, squared and relative, for weights [N, K]: tr(E G E^T) / tr(W G W^T).
 
@@ -114,7 +119,7 @@ class Tally:
     def __init__(self, k: int, device: torch.device | str = "cpu", drifts: bool = False) -> None:
         self.gram = torch.zeros(k, k, dtype=torch.float64, device=device)
         self.drift = torch.zeros_like(self.gram) if drifts else None
-        self.absmax = torch.zeros(k, device=device)
+        self.absmax = torch.zeros(k, dtype=torch.float32, device=device)
         self.count = 0
 
     @staticmethod
@@ -131,6 +136,7 @@ class Tally:
         """The matrices that it keeps."""
         return [self.gram] if self.drift is None else [self.gram, self.drift]
 
+    @isolated()
     def add(self, x: Tensor, name: str = "input", batch: int | None = None, meant: Tensor | None = None) -> None:
         """Add the rows of ``x`` [..., K] (any floating dtype); ``meant``, of the same shape, is what the float model gives in
         their place, which only a tally that ``drifts`` looks at, and ``x`` itself by default.
@@ -167,6 +173,7 @@ class Tally:
         self.absmax = torch.maximum(self.absmax, absmax.float())
         self.count += len(rows)
 
+    @isolated()
     def merge(self, other: Tally) -> None:
         """Add the rows of ``other``. Sums are float64, so their order shows in the last bits alone."""
         if other.absmax.shape != self.absmax.shape:
@@ -178,6 +185,7 @@ class Tally:
         self.absmax = torch.maximum(self.absmax, other.absmax.to(self.absmax.device))
         self.count += other.count
 
+    @isolated()
     def statistics(self) -> Statistics:
         """The statistics of all rows added. Raises ``ValueError`` where there are none."""
         count = max(self.count, 1)

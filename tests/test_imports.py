@@ -30,10 +30,13 @@ RULES: dict[str, tuple[str, ...]] = {
     "lowbit.scheme": ("lowbit.formats", "lowbit.packing"),
     "lowbit.grid": ("lowbit.scheme", "lowbit.formats"),
     "lowbit.scales": ("lowbit.scheme", "lowbit.grid", "lowbit.formats"),
-    "lowbit.statistics": (),
+    "lowbit.ambient": (),
+    "lowbit.statistics": ("lowbit.ambient",),
     "lowbit.inserted": (),
     "lowbit.algorithms": ("lowbit.algorithms.*",),
-    "lowbit.algorithms.*": ("lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.statistics", "lowbit.algorithms.*"),
+    "lowbit.algorithms.*": (
+        "lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.statistics", "lowbit.ambient", "lowbit.algorithms.*",
+    ),
     "lowbit.options": (),
     # Files know schemas and bytes, and nothing of the tensor.
     "lowbit.checkpoint.tensor_file": (),
@@ -65,7 +68,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 # Which packages from elsewhere a module may import, where that is a rule too.
 OTHERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*LEAVES, "lowbit.statistics", "lowbit.inserted", "lowbit.algorithms*"), ("torch",)),
+    **dict.fromkeys((*LEAVES, "lowbit.ambient", "lowbit.statistics", "lowbit.inserted", "lowbit.algorithms*"), ("torch",)),
     "lowbit_kernels.triton*": ("torch", "triton"),
     "lowbit_kernels*": ("torch",),
 }

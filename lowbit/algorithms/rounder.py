@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..ambient import isolated
 from ..grid import Scales
 
 __all__ = ["Rounded", "Rounder"]
@@ -32,7 +33,8 @@ class Rounder:
 
     Attributes:
         round: ``round(weight, scheme, statistics, **options)`` for a ``weight`` [N, K] (float32 or float64, finite), a
-            :class:`~lowbit.Scheme` and :class:`~lowbit.statistics.Statistics` or None; gives :class:`Rounded`.
+            :class:`~lowbit.Scheme` and :class:`~lowbit.statistics.Statistics` or None; gives :class:`Rounded`. It runs
+            :func:`~lowbit.ambient.isolated`, whatever the caller has set for torch.
         needs_statistics: whether ``statistics`` may not be None.
         check: ``check(**options)`` raises ``ValueError`` for values that the options cannot take, before any work.
         asks_drift: ``asks_drift(**options)`` says whether it looks at ``statistics.drift``, which it is then given if it can be.
@@ -42,6 +44,9 @@ class Rounder:
     needs_statistics: bool
     check: Callable[..., None] = lambda **options: None
     asks_drift: Callable[..., bool] = lambda **options: False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "round", isolated()(self.round))
 
     @property
     def options(self) -> dict[str, Any]:

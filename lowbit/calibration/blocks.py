@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..ambient import default_device
 from ..checkpoint.skeleton import is_pretrained
 from ..environment import only_device
 from ..layers import layer_kind
@@ -161,7 +162,7 @@ def call(model: nn.Module, batch: Batch, device: Any = None) -> Any:
     def moved(leaf: Any) -> Any:
         return leaf.to(where) if where is not None and isinstance(leaf, Tensor) else leaf
 
-    with _uncached(model):
+    with _uncached(model), default_device(where):
         return model(*rebuilt(batch.args, moved), **rebuilt(batch.kwargs, moved))
 
 

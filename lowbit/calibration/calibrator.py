@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..ambient import default_device
 from ..layers import Layer, tied_groups
 from ..planning import LayerPlan
 from ..recipe import block_counts
@@ -76,8 +77,6 @@ class Calibrator:
             )
         self._stacks = block_counts(name for layer in layers for name in layer.names)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def run(self) -> None:
         """Do all of it; ``notes`` then say what there is to know of the model as a whole."""
         candidates = [path for name in self._stacks for path in children(self._model, name)]
@@ -149,7 +148,8 @@ class Calibrator:
                 def run(batch: int, block: nn.Module = block, i: int = i, floats: bool = False) -> object:
                     inputs = self._states.get(number, i, batch)
                     args, kwargs = calls[batch][i].filled(inputs.meant if floats else inputs.leaves, constants, device)
-                    return block(*args, **kwargs)
+                    with default_device(device):
+                        return block(*args, **kwargs)
 
                 scope = dict(block.named_modules(prefix=path))
                 if path in asking and self._rescaler is not None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ambient import isolated
 from ..checkpoint.skeleton import is_pretrained
 
 __all__ = ["Batch", "Calibration"]
@@ -66,6 +67,7 @@ class Calibration:
         """A calibration from anything that can be its ``data``."""
         return what if isinstance(what, Calibration) else Calibration(what)
 
+    @isolated()
     def batches(self, model: nn.Module) -> list[Batch]:
         """The batches for ``model``, on the CPU.
 
@@ -218,5 +220,5 @@ def _batch(what: Any, model: nn.Module) -> Batch:
 def _on_cpu(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    with torch.inference_mode(False):  # tensors made in that mode do not tell whether they were changed
-        return value.clone().cpu() if value.is_inference() else value.detach().cpu()
+    # Tensors of inference mode do not tell whether they were changed.
+    return value.clone().cpu() if value.is_inference() else value.detach().cpu()

@@ -1,22 +1,45 @@
-"""Models that are looked at: without dropout and the like, and afterwards as they were."""
+"""Models that are looked at: without dropout and the like, and afterwards they, and torch's random numbers, are as they were."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["evaluating"]
+from ..ambient import own_random_numbers
+
+__all__ = ["evaluating", "leave_inference_mode"]
+
+
+@torch.inference_mode(False)
+def leave_inference_mode(model: nn.Module) -> None:
+    """Put ordinary tensors in the place of those that were made in inference mode, which autograd and changes in place refuse;
+    one that has several names stays one."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in places:
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_inference():
+                    if id(tensor) not in made:
+                        copy = tensor.detach().clone()
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+                    held[name] = made[id(tensor)]
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block ``model`` is in evaluation mode; afterwards each module is in its own mode again."""
+    """Within the block ``model`` is in evaluation mode and draws the same random numbers each time; afterwards each module is in
+    its own mode again."""
     modes = [(name, module.training) for name, module in model.named_modules()]
     model.eval()
     try:
-        yield
+        with own_random_numbers():
+            yield
     finally:
         for name, training in modes:
             model.get_submodule(name).training = training

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ambient import isolated
 from ..calibration.blocks import children
 from ..calibration.data import Calibration
 from ..calibration.modes import evaluating
@@ -30,6 +31,7 @@ _ARITHMETIC = 25.0  # dB: bf16 keeps about 50
 Progress = Callable[[str, int, int], None]
 
 
+@isolated()
 def doctor(
     quantized: nn.Module,
     original: nn.Module,

@@ -43,7 +43,6 @@ class Pair:
         self.absmax: Tensor | None = None
         self.rows = 0
 
-    @torch.no_grad()
     def compare(self, x: Tensor, wanted: Tensor) -> None:
         """Rows of inputs of the float layer, and what it made of them."""
         self.rows += len(x)
@@ -110,7 +109,6 @@ class Runs:
         self._kl = self._agreed = 0.0
         self.tokens = 0
 
-    @torch.no_grad()
     def add(self, batch: Batch) -> None:
         """One batch more. Raises ``ValueError`` where the float model gives NaN or infinity."""
         kept: dict[str, list[Tensor]] = {}

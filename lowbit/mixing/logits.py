@@ -18,7 +18,6 @@ _LOGITS = 1 << 22  # that are looked at at a time: 16 MiB for each of the two mo
 Change = Callable[[], AbstractContextManager[None]]
 
 
-@torch.no_grad()
 def divergences(
     model: nn.Module, batches: Sequence[Batch], changes: Sequence[Change], progress: Callable[[int, int], None] | None = None
 ) -> tuple[list[float], int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ambient import isolated
 from ..calibration.calibrator import Calibrator
 from ..calibration.data import Batch, Calibration
 from ..calibration.modes import evaluating
@@ -31,6 +32,7 @@ __all__ = ["sensitivity"]
 Progress = Callable[[str, int, int], None]
 
 
+@isolated()
 def sensitivity(
     model: nn.Module,
     data: Any,
@@ -77,7 +79,7 @@ def sensitivity(
     tokens = 0
     if compared:
         chosen = torch.linspace(0, len(batches) - 1, min(compared, len(batches)), dtype=torch.float64).round().long().tolist()
-        with evaluating(model), torch.inference_mode(False):
+        with evaluating(model):
             tokens = trials.compare([batches[i] for i in chosen])
     return Sensitivity(targets, trials.costs(), tokens, tuple(calibrator.notes))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..ambient import isolated
 from ..options import keyword_options
 
 __all__ = ["KINDS", "Method"]
@@ -18,8 +19,9 @@ class Method:
     """A way to turn a float model into a float model that gives the same and is easier to quantize.
 
     Attributes:
-        run: of the kind ``"model"``, ``run(model, batches, **options)`` changes ``model`` in place, before its layers are
-            planned and calibrated, and gives notes for the plan in plain sentences. ``batches`` are those of the calibration
+        run: it runs :func:`~lowbit.ambient.isolated`, whatever the caller has set for torch. Of the kind ``"model"``,
+            ``run(model, batches, **options)`` changes ``model`` in place, before its layers are planned and calibrated, and
+            gives notes for the plan in plain sentences. ``batches`` are those of the calibration
             (:class:`~lowbit.calibration.data.Batch`), none where there is no data. Of the kind ``"block"``,
             ``run(pool, **options)`` chooses what the shared input of some layers is divided by: a
             :class:`~lowbit.rewrites.search.Choice` for a :class:`~lowbit.rewrites.search.Pool`.
@@ -37,6 +39,7 @@ class Method:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        object.__setattr__(self, "run", isolated()(self.run))
 
     @property
     def options(self) -> dict[str, Any]:

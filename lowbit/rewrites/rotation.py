@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..ambient import isolated
+
 if TYPE_CHECKING:
     from ..calibration.data import Batch
 
@@ -31,6 +33,7 @@ def check_rotation(online: Any = False, seed: Any = 0) -> None:
         raise ValueError(f"seed of rotation must be a number from 0 on, got {seed!r:.80}")
 
 
+@isolated()
 def rotation(model: nn.Module, batches: Sequence[Batch], *, online: bool = False, seed: int = 0) -> list[str]:
     """Rotate the residual stream of ``model`` in place, by a Hadamard matrix with random signs; what was done, in sentences.
 
@@ -60,7 +63,7 @@ def rotation(model: nn.Module, batches: Sequence[Batch], *, online: bool = False
         raise ValueError(f"{quantized} is quantized already: rotate the model before")
     batch = _probe(model, batches)
     device = next((parameter.device for parameter in model.parameters()), None)
-    with torch.inference_mode(False), torch.no_grad(), evaluating(model):
+    with evaluating(model):
         with _widened(model, torch.float32):
             stream = find_stream(model, batch, device)
             turn = Rotation.of(stream.width, seed)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ambient import isolated
 from ..calibration.calibrator import Calibrator
 from ..calibration.data import Batch, Calibration
 from ..calibration.nesting import leaves
@@ -42,6 +43,7 @@ _TOKENIZER = (
 )  # fmt: skip
 
 
+@isolated()
 @large_tensors_mapped()
 def quantize_folder(
     source: str | os.PathLike[str],
