@@ -264,12 +264,24 @@ def test_names_of_shards(tmp_path):
     assert content["metadata"]["total_size"] == sum(spec.nbytes for _, spec in _specs(tmp_path))
     assert set(content["weight_map"]) == {name for name, _ in _specs(tmp_path)}
     lowbit.save(marked(2), tmp_path, max_shard_bytes=SHARDED)
-    assert names(tmp_path) == sorted([*(f"model-{i:05d}-of-{count:05d}-2.safetensors" for i in range(1, count + 1)), index])
+    assert names(tmp_path) == sorted([*(f"model-2-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)), index])
+    assert set(json.loads((tmp_path / index).read_text())["weight_map"].values()) == set(names(tmp_path)) - {index}
     lowbit.save(marked(3), tmp_path, max_shard_bytes=SHARDED)
     assert names(tmp_path) == first
     lowbit.save(marked(4), tmp_path, max_shard_bytes=1)  # a file for each tensor
     assert len(names(tmp_path)) == 1 + len(content["weight_map"])
     assert mark(tmp_path) == 4
+
+
+def test_one_file_counts_before_an_index(tmp_path):
+    """As in transformers; and the next save removes what did not count, under the names of every version."""
+    lowbit.save(marked(1), tmp_path / "sharded", max_shard_bytes=SHARDED)
+    lowbit.save(marked(2), tmp_path / "single")
+    shutil.copytree(tmp_path / "sharded", tmp_path / "single", dirs_exist_ok=True)
+    (tmp_path / "single" / "model-00001-of-00002-2.safetensors").write_bytes(b"")
+    assert mark(tmp_path / "single") == 2
+    lowbit.save(marked(3), tmp_path / "single")
+    assert names(tmp_path / "single") == ["model.safetensors"]
 
 
 def _specs(folder: Path) -> list:

@@ -41,7 +41,10 @@ RULES: dict[str, tuple[str, ...]] = {
     # Files know schemas and bytes, and nothing of the tensor.
     "lowbit.checkpoint.tensor_file": (),
     "lowbit.checkpoint.header": (*LEAVES, "lowbit.checkpoint.tensor_file"),
-    "lowbit.checkpoint.shards": (*LEAVES, "lowbit.checkpoint.tensor_file", "lowbit.checkpoint.header"),
+    "lowbit.checkpoint.staging": ("lowbit.checkpoint.tensor_file",),
+    "lowbit.checkpoint.shards": (
+        *LEAVES, "lowbit.checkpoint.tensor_file", "lowbit.checkpoint.header", "lowbit.checkpoint.staging",
+    ),
     **dict.fromkeys(
         (
             "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.pickling",

@@ -35,6 +35,12 @@ class LowbitQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: Config
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> LowbitQuantizer:  # copies and pickles come through here as well
+        from .saving import wrap_save_pretrained
+
+        wrap_save_pretrained(lambda model: isinstance(getattr(model, "hf_quantizer", None), LowbitQuantizer))
+        return super().__new__(cls)
+
     def __init__(self, quantization_config: Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.plan: Plan | None = None

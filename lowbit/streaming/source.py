@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..calibration.ranks import Ranks
-from ..checkpoint.shards import INDEX, SINGLE, read_index
+from ..checkpoint.shards import weight_files
 from ..checkpoint.tensor_file import CheckpointError, Spec, Stored, TensorFile, write_tensor_file
 
 __all__ = ["Source", "identity", "open_source", "opened"]
@@ -93,10 +93,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def opened(folder: Path) -> Iterator[list[TensorFile]]:
     """The safetensors files in ``folder``, open for as long as the block lasts."""
     with contextlib.ExitStack() as stack:
-        names = sorted(set(read_index(folder / INDEX).values())) if (folder / INDEX).is_file() else [SINGLE]
-        if not (folder / names[0]).is_file():
-            raise CheckpointError(f"{folder}: holds neither {SINGLE} nor {INDEX}: give the folder of a float model")
-        yield [_opened(folder / name, stack) for name in names]
+        yield [_opened(folder / name, stack) for name in weight_files(folder, "the folder of a float model")]
 
 
 @contextlib.contextmanager
