@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = ["EPILOGUES", "Epilogue", "epilogue"]
 
@@ -33,10 +34,17 @@ def _passed(grad: Tensor, y: Tensor) -> Tensor:
     return grad
 
 
+def _silu_backward(grad: Tensor, y: Tensor) -> Tensor:
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        return _aten.silu_backward(grad, y)
+    slope = torch.sigmoid(y)  # torch's operator above has no gradient of its own
+    return grad * (slope * (1 + y * (1 - slope)))
+
+
 EPILOGUES: dict[str, Epilogue] = {
     "none": Epilogue(_same, _passed),
     "relu": Epilogue(_aten.relu.default, lambda grad, y: _aten.threshold_backward(grad, y, 0)),
-    "silu": Epilogue(_aten.silu.default, _aten.silu_backward.default),
+    "silu": Epilogue(_aten.silu.default, _silu_backward),
     "gelu": Epilogue(_aten.gelu.default, _aten.gelu_backward.default),
     "gelu_tanh": Epilogue(partial(_aten.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh")),
 }

@@ -19,8 +19,10 @@ from lowbit.scales import METHODS
 from lowbit.scheme import Scheme
 
 from . import epilogues
+from .gradients import CONSTANT, of_product
 from .layouts import LAYOUTS
 from .registry import Call, run
+from .rules import refused
 from .schemas import Operator
 
 __all__ = ["OPERATORS"]
@@ -294,47 +296,11 @@ def _fake_quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor,
     )
 
 
-# ---- autograd --------------------------------------------------------------------------------------------------
-#
-# Gradients reach x and the bias. The codes have none; a scale that asks for one is told so.
-
-
-def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, packed, scale, zero_point, outer, bias, scheme, layout, *activation, epilogue = inputs
-    again = [] if epilogue == "none" else [x, bias, *activation[1:]]  # what y is made of before the epilogue
-    ctx.save_for_backward(packed, scale, zero_point, outer, *again)
-    ctx.scheme, ctx.layout, ctx.k, ctx.dtype = scheme, layout, x.shape[-1], x.dtype
-    ctx.activation, ctx.epilogue = activation[:1], epilogue
-
-
-def _backward_linear(product: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if any(ctx.needs_input_grad[1:5]):
-        raise RuntimeError("the scales of a quantized weight have no gradient: call requires_grad_(False) on them")
-    weight, again = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-    if again:
-        y = product(again[0], *weight, again[1], ctx.scheme, ctx.layout, *ctx.activation, *again[2:])
-        grad = epilogues.epilogue(ctx.epilogue).backward(grad, y)
-    grad_x = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        dense = torch.ops.lowbit.dequantize(*weight, ctx.scheme, ctx.layout, ctx.k, ctx.dtype)
-        grad_x = grad @ dense
-    if ctx.needs_input_grad[5]:  # [N], or [E, N] where x is [E, M, K]
-        experts = weight[0].dim() > 2
-        grad_bias = grad.sum(-2) if experts else grad.sum_to_size(grad.shape[-1:])
-    return (grad_x, None, None, None, None, grad_bias, *([None] * (len(ctx.needs_input_grad) - 6)))
-
-
-def _product_of(name: str, run: Any) -> Operator:
-    """quantized_linear: the rounding of x passes gradients as if it were the identity (straight through)."""
-    backward = functools.partial(_backward_linear, getattr(torch.ops.lowbit, name))
-    return Operator(run, _fake_linear, _setup_linear, backward)
-
-
 OPERATORS: dict[str, Operator] = {
-    "linear": _product_of("linear", _linear),
-    "quantized_linear": _product_of("quantized_linear", _quantized_linear),
-    "grouped_linear": _product_of("grouped_linear", _grouped_linear),
-    "embedding": Operator(_embedding, _fake_embedding),
-    "dequantize": Operator(_dequantize, _fake_dequantize),
-    "quantize": Operator(_quantize, _fake_quantize),
+    "linear": Operator(_linear, _fake_linear, of_product("linear")),
+    "quantized_linear": Operator(_quantized_linear, _fake_linear, of_product("quantized_linear")),
+    "grouped_linear": Operator(_grouped_linear, _fake_linear, of_product("grouped_linear")),
+    "embedding": Operator(_embedding, _fake_embedding, refused(CONSTANT)),
+    "dequantize": Operator(_dequantize, _fake_dequantize, refused(CONSTANT)),
+    "quantize": Operator(_quantize, _fake_quantize, refused("rounding to codes has no gradient: give quantize w.detach()")),
 }

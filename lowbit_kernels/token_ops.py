@@ -16,6 +16,7 @@ from lowbit.scheme import Scheme
 
 from .ops import _check_weight, _like, _likes, call_for, own
 from .registry import run
+from .rules import Rule, refused
 from .schemas import Operator
 
 __all__ = ["OPERATORS"]
@@ -73,19 +74,35 @@ def _fake_codes_linear(codes: Tensor, x_scale: Tensor, packed: Tensor, *rest: An
 
 # ---- autograd: codes have no gradient, so that it reaches the bias alone --------------------------------------------
 
+_BIAS = 6
+_NONE = "rounded tokens and the scales of a quantized weight have no gradient: give x in floats"
+
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.scales = [i for i in (1, 3, 5) if inputs[i] is not None]
+    ctx.scales, ctx.shape = [i for i in (1, 3, 5) if inputs[i] is not None], output.shape
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if any(ctx.needs_input_grad[i] for i in ctx.scales):
-        raise RuntimeError("rounded tokens and the scales of a quantized weight have no gradient: give x in floats")
-    bias = grad.sum_to_size(grad.shape[-1:]) if ctx.needs_input_grad[6] else None
-    return (*([None] * 6), bias, *([None] * (len(ctx.needs_input_grad) - 7)))
+    needs = ctx.needs_input_grad[1:]
+    if any(needs[i] for i in ctx.scales):
+        raise RuntimeError(_NONE)
+    found: list[Tensor | None] = [None] * len(needs)
+    if needs[_BIAS]:
+        found[_BIAS] = grad.sum_to_size(grad.shape[-1:])
+    return tuple(found)
+
+
+def _jvp(ctx: Any, *tangents: Any) -> Tensor:
+    if any(tangents[i] is not None for i in ctx.scales):
+        raise RuntimeError(_NONE)
+    return tangents[_BIAS].expand(ctx.shape)
 
 
 OPERATORS: dict[str, Operator] = {
-    "rms_norm_quantize": Operator(_rms_norm_quantize, _fake_rms_norm_quantize),
-    "codes_linear": Operator(_codes_linear, _fake_codes_linear, _setup, _backward),
+    "rms_norm_quantize": Operator(
+        _rms_norm_quantize,
+        _fake_rms_norm_quantize,
+        refused("rounded tokens have no gradient: give the norm and the layers behind it floats"),
+    ),
+    "codes_linear": Operator(_codes_linear, _fake_codes_linear, Rule(_setup, _backward, _jvp)),
 }

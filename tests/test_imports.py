@@ -61,7 +61,8 @@ RULES: dict[str, tuple[str, ...]] = {
     ),
     "lowbit.autocast": ("lowbit_kernels.schemas",),
     "lowbit_kernels": ("lowbit_kernels.*",),
-    "lowbit_kernels.schemas": (),  # importing lowbit runs it
+    "lowbit_kernels.schemas": ("lowbit_kernels.rules",),  # importing lowbit runs both
+    "lowbit_kernels.rules": (),
     "lowbit_kernels.*": (*LEAVES, "lowbit_kernels", "lowbit_kernels.*"),
     "evals": ("lowbit", "lowbit.*", "evals.*"),
     "evals.crossover": ("lowbit", "lowbit.*", "lowbit_kernels.crossovers", "evals.*"),  # writes what that module reads

@@ -147,14 +147,14 @@ def test_a_package_of_aot_inductor(tmp_path: Path) -> None:
 
 
 def test_what_importing_registers_is_what_is_meant() -> None:
-    """Every operator that is named has a meaning, and an autograd rule exactly where it says so."""
+    """Every operator that is named has a meaning, which has an autograd rule."""
     from lowbit_kernels import ops, token_ops
 
     meant = ops.OPERATORS | token_ops.OPERATORS
     assert meant.keys() == SCHEMAS.keys() == set(lowbit_operators())
     for name, schema in SCHEMAS.items():
         assert sys.modules[schema.module].OPERATORS[name] is meant[name]
-        assert schema.differentiable == (meant[name].setup is not None) == (meant[name].backward is not None)
+        assert all(callable(function) for function in meant[name].rule)
 
 
 def lowbit_operators() -> list[str]:
