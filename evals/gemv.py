@@ -218,7 +218,7 @@ def _copies(
         dense = torch.randn(n, k, dtype=dtype, device=device) * k**-0.5
         return [_Float(dense.clone()) for _ in range(copies_of(size, device, cold))], size, "rows"
     made = Specimen(recipe, n, k, device, dtype, layout)
-    return made.copies(cold), made.nbytes, made.layer.byte_layout
+    return made.copies(cold), made.nbytes, made.layer.weight.byte_layout
 
 
 class _Float(nn.Module):

@@ -67,7 +67,8 @@ def _row(scheme: str, kernel: str, m: int, layer: nn.Module, x: Tensor) -> dict[
 
 
 def _operator(layer: QLinear, x: Tensor) -> Callable[[], Tensor]:
-    parts = (layer.packed, layer.scale, layer.zero_point, layer.outer, layer.bias, layer.spelling, layer.byte_layout)
+    w = layer.weight
+    parts = (w.packed, w.scale, w.zero_point, w.outer, layer.bias, w.spelling, w.byte_layout)
     if layer.activation is None:
         return lambda: torch.ops.lowbit.linear(x, *parts)
     return lambda: torch.ops.lowbit.quantized_linear(x, *parts, str(layer.activation), layer.input_scale)

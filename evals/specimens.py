@@ -36,14 +36,9 @@ class Specimen:
         zero = None if weight.zero_point is None else weight.zero_point.repeat(n // rows, 1)
         parts = weight.packed.repeat(n // rows, 1), weight.scale.repeat(n // rows, 1), zero, weight.outer
         whole = QTensor(*parts, weight.scheme, (n, k), weight.dtype)
-        self._asked = layout != "default"
-        self.layer = self._module(whole.to_layout(layout) if self._asked else whole)
+        self.layer = self._module(whole if layout == "default" else whole.to_layout(layout))
 
     def _module(self, weight: QTensor) -> QLinear:
-        if self._asked:  # a layer keeps parameters as they are, and takes other tensors into the layout of its kernels
-            packed = nn.Parameter(weight.packed, requires_grad=False)
-            parts = packed, weight.scale, weight.zero_point, weight.outer
-            weight = QTensor(*parts, weight.scheme, tuple(weight.shape), weight.dtype, weight.byte_layout)
         return QLinear(weight, None, self._activation, self._input_scale)
 
     @property

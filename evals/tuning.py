@@ -120,11 +120,11 @@ def _best(
     kernel: str, row: str, layer: Any, copies: list[Any], m: int, until: float, repeats: int, clock: Callable[[], float]
 ) -> dict[str, Any] | None:
     """The quickest of the candidates that there was time for; None where not even the first ran."""
-    dtype = torch.float16 if layer.packed.device.type == "cpu" else torch.bfloat16  # the interpreter widens bfloat16
-    x = torch.randn(m, layer.in_features, dtype=dtype, device=layer.packed.device)
+    dtype = torch.float16 if layer.weight.device.type == "cpu" else torch.bfloat16  # the interpreter widens bfloat16
+    x = torch.randn(m, layer.in_features, dtype=dtype, device=layer.weight.device)
     first = best = None
     tried, refused = 0, 0
-    most = blocks.shared_memory(layer.packed.device)
+    most = blocks.shared_memory(layer.weight.device)
     for candidate in blocks.candidates(kernel, layer.scheme, dtype, m, layer.out_features, layer.in_features, most):
         if tried and clock() >= until:
             break

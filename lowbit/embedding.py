@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .tensor import QTensor
@@ -25,10 +25,9 @@ class QEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
     def _operator(self) -> str:
         return "embedding"
 
-    def forward(self, indices: Tensor) -> Tensor:
-        """``indices`` (any shape) to [..., embedding_dim]."""
-        weight = (self.packed, self.scale, self.zero_point, self.outer)
-        return torch.ops.lowbit.embedding(indices, *weight, self.spelling, self._held_layout, self._k, self.weight_dtype)
+    def forward(self, input: Tensor) -> Tensor:
+        """``input``, indices of any shape, to [..., embedding_dim]."""
+        return F.embedding(input, self.weight)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self._quantization_repr()}"

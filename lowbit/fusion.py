@@ -22,6 +22,7 @@ from lowbit_kernels.layouts import LAYOUTS
 from .ambient import isolated
 from .linear import QLinear
 from .tensor import QTensor
+from .tensor_ops import row_range
 
 __all__ = ["Fused", "fuse_"]
 
@@ -77,13 +78,14 @@ def _groups(read: dict[QLinear, list[Tensor]]) -> list[list[QLinear]]:
 
 
 def _may_be_fused(layer: QLinear) -> bool:
-    plain = layer.transform is None and layer.outer is None and layer.fused is None and not layer._forward_hooks
-    return plain and len(layer._sharing()) == 1 and layer.out_features % LAYOUTS[layer.byte_layout].rows == 0
+    plain = layer.transform is None and layer.weight.outer is None and layer.fused is None and not layer._forward_hooks
+    return plain and layer.out_features % LAYOUTS[layer.weight.byte_layout].rows == 0
 
 
 def _kind(layer: QLinear) -> tuple[Any, ...]:
     static = None if layer.input_scale is None else float(layer.input_scale)
-    what = layer.spelling, layer.in_features, layer.weight_dtype, layer.packed.device
+    weight = layer.weight
+    what = weight.spelling, layer.in_features, weight.dtype, weight.device
     return *what, layer.bias is None, str(layer.activation), static
 
 
@@ -92,13 +94,12 @@ class Fused:
 
     def __init__(self, layers: list[QLinear]) -> None:
         first, sizes = layers[0], [layer.out_features for layer in layers]
-        layout = first.byte_layout if len({layer.byte_layout for layer in layers}) == 1 else "canonical"
-        weights = [layer.weight.to_layout(layout) for layer in layers]
+        layout = first.weight.byte_layout if len({layer.weight.byte_layout for layer in layers}) == 1 else "canonical"
+        weights = [layer.weight._arranged(layout) for layer in layers]
         parts: dict[str, Tensor | None] = {name: _joined([getattr(weight, name) for weight in weights]) for name in _PARTS}
         shape, bias = (sum(sizes), first.in_features), _joined([layer.bias for layer in layers])
-        weight = QTensor(
-            parts["packed"], parts["scale"], parts["zero_point"], None, first.scheme, shape, first.weight_dtype, layout
-        )
+        what = (None, first.scheme, shape, first.weight.dtype, layout)
+        weight = QTensor(parts["packed"], parts["scale"], parts["zero_point"], *what).to_layout(layout)
         self.whole = QLinear(weight, bias, first.activation, first.input_scale)
         self.whole.train(first.training)
         self._layers, self._sizes = [ref(layer) for layer in layers], sizes
@@ -108,8 +109,9 @@ class Fused:
         start = 0
         for i, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
             rows = slice(start, start + size)
-            layer._hold({name: None if part is None else part.detach()[rows] for name, part in parts.items()})
-            layer.byte_layout, layer.fused, layer._place = layout, self, i
+            layer.weight._take(row_range(self.whole.weight, rows.start, rows.stop))
+            layer.weight.keeps_layout = True
+            layer.fused, layer._place = self, i
             start += size
 
     def part(self, place: int, x: Tensor) -> Tensor:
@@ -128,6 +130,7 @@ class Fused:
         """Each layer is by itself again; its rows stay where they are."""
         for layer in filter(None, (layer() for layer in self._layers)):
             layer.fused = None
+            layer.weight.keeps_layout = False
 
 
 def _joined(parts: list[Any]) -> nn.Parameter | None:

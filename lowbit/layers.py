@@ -123,7 +123,7 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
 
 def _obstacle(module: nn.Module, kind: str, name: str) -> str | None:
     if isinstance(module, QuantizedModule):
-        return f"quantized already ({module.spelling})"
+        return f"quantized already ({module.scheme})"
     if name == "":
         return "it is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
@@ -153,8 +153,7 @@ def tied_groups(layers: list[Layer]) -> list[list[int]]:
     """The places in ``layers`` of those that read one parameter, two or more together, in their order."""
     groups: dict[int, list[int]] = {}
     for i, layer in enumerate(layers):
-        parameters = layer.module._parameters
-        parameter = parameters.get("packed" if isinstance(layer.module, QuantizedModule) else layer.attribute)
+        parameter = layer.module._parameters.get(layer.attribute)
         if parameter is not None:
             groups.setdefault(id(parameter), []).append(i)
     return [group for group in groups.values() if len(group) > 1]

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
-from lowbit_kernels import inlined
-from lowbit_kernels.ops import own
-from lowbit_kernels.shortcut import signature
-
+from .grid import Scales, to_codes, to_values
+from .scales import choose
 from .scheme import Scheme
 from .tensor import QTensor
+from .tensor_products import Activation, product
 from .weight import QuantizedModule
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["QLinear"]
 
-_OF_FUSED = frozenset({"weight", "packed", "scale", "zero_point", "outer", "bias", "activation", "input_scale", "transform"})
+_OF_FUSED = frozenset({"weight", "bias", "activation", "input_scale", "transform"})
 
 
 class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
@@ -36,6 +35,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     input_scale: Tensor | None
     fused: Fused | None = None
     _place = 0
+    _rounds: Activation | None = None
 
     def __init__(
         self,
@@ -57,32 +57,37 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     def _operator(self) -> str:
         return "linear" if self.activation is None else "quantized_linear"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., in_features] to [..., out_features], in the dtype of ``x``, or of torch.autocast.
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., in_features] to [..., out_features], in the dtype of ``input``, or of torch.autocast.
 
-        An ``x`` that is rounded to the layer's ``activation`` already is multiplied as it is.
+        An ``input`` that is rounded to the layer's ``activation`` already is multiplied as it is.
         """
+        x = input
         if (fused := self.fused) is not None:
             return fused.part(self._place, x)
         if type(x) is not Tensor and isinstance(x, QTensor):
             return self._of_codes(x)
         if (transform := self._modules.get("transform")) is not None:
             x = transform(x)
-        if not is_compiling() and not inlined.active() and (y := self._without_dispatcher(x)) is not None:
-            return y
-        if x.dim() == 0 or x.shape[-1] != self._k:  # the operator knows K from x alone
-            raise ValueError(f"x must end in {self._k} features, got shape {tuple(x.shape)}")
-        weight, layout = (self.packed, self.scale, self.zero_point, self.outer), self._held_layout
-        if inlined.active():
-            if self.activation is None:
-                return inlined.linear(x, *weight, self.bias, self.scheme, layout, self._k)
-            if (one := self.input_scale) is not None:
-                return inlined.quantized_linear(x, *weight, self.bias, self.scheme, layout, self._k, self.activation, one)
-        if self.activation is None:
-            return torch.ops.lowbit.linear(x, *weight, self.bias, self.spelling, layout)
-        return torch.ops.lowbit.quantized_linear(
-            x, *weight, self.bias, self.spelling, layout, str(self.activation), self.input_scale
-        )
+        held: dict[str, Any] = self._parameters  # nn.Module looks a name up for longer than a small product takes
+        try:
+            weight, bias, input_scale = held["weight"], held["bias"], self._buffers["input_scale"]
+        except KeyError:  # a parametrization took one of them
+            weight, bias, input_scale = self.weight, self.bias, self.input_scale
+        if not isinstance(weight, QTensor):  # shards, or floats of somebody who swaps parameters
+            return F.linear(x if self.activation is None else self._rounded(x), weight, bias)
+        return product(x, weight, bias, self._rounds, input_scale)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """``x`` as products with a QTensor weight see it."""
+        if type(x) is not Tensor:
+            raise TypeError(f"a {type(x).__name__} cannot be rounded to {self.activation}: only a weight of this process can")
+        assert self.activation is not None
+        rows, scheme = x.float(), self.activation
+        scales = choose(rows, scheme)
+        if self.input_scale is not None:
+            scales = Scales(self.input_scale.to(scales.scale.dtype).expand_as(scales.scale))
+        return to_values(to_codes(rows, scheme, scales), scheme, scales).to(x.dtype)
 
     def _of_codes(self, x: QTensor) -> Tensor:
         """The product of tokens that were rounded before."""
@@ -90,55 +95,39 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
             takes = f"activation {self.activation}" if x.spelling != str(self.activation) else "a fixed input_scale"
             takes = "a transform ahead of it" if self.transform is not None else takes
             raise ValueError(f"this layer has {takes}, and x is rounded to {x.spelling} already: give it x.dequantize()")
-        if x.shape[-1:] != (self._k,) or x.transposed:
-            raise ValueError(f"x must end in {self._k} features, got shape {tuple(x.shape)}")
-        x, weight = x.canonical(), (self.packed, self.scale, self.zero_point, self.outer)
+        if x.shape[-1:] != (self.in_features,) or x.transposed:
+            raise ValueError(f"x must end in {self.in_features} features, got shape {tuple(x.shape)}")
+        x, weight = x.canonical(), self.weight
+        parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
         return torch.ops.lowbit.codes_linear(
-            x.packed, x.scale, *weight, self.bias, self.spelling, self._held_layout, str(self.activation), self._k, x.dtype
+            x.packed, x.scale, *parts, self.bias, weight.spelling, weight.byte_layout, str(self.activation), x.shape[-1], x.dtype
         )
-
-    def _without_dispatcher(self, x: Tensor) -> Tensor | None:
-        """The product by a kernel that was selected before; None where the operator has to be called."""
-        held: dict[str, Any] = self._parameters
-        try:
-            packed, scale, zero_point, outer, bias = (
-                held["packed"],
-                held["scale"],
-                held["zero_point"],
-                held["outer"],
-                held["bias"],
-            )
-            input_scale = self._buffers["input_scale"]
-        except KeyError:  # a parametrization took one of them
-            return None
-        if (known := signature(x, scale, bias)) is None:
-            return None
-        run = self._shortcuts.get(known)
-        if run is None or self._shortcuts.packed() is not packed:
-            if not self._is_own(packed):
-                return None
-            what = (self._operator, self.byte_layout, self._k, self.scheme, self.activation)
-            run = self._shortcuts.find(known, *what, x, (packed, scale, zero_point, outer), bias)
-            if run is None:
-                return None
-        if self.activation is None:
-            y = run(x, packed, scale, zero_point, outer, bias, self.scheme)
-        else:
-            y = run(x, packed, scale, zero_point, outer, bias, self.scheme, self.activation, input_scale)
-        return own(y) if y._is_view() else y
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.fused is not None and name in _OF_FUSED:
             self.fused.take_apart()
+        if name == "activation":
+            self._rounds = None if value is None else Activation(value, str(value))
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves with the model; a cast reaches the weight's dtype, never its stored scales nor ``input_scale``."""
         if self.fused is not None:
             self.fused.take_apart()
-        return super()._apply(fn, recurse)
+        fixed = self.input_scale
+        super()._apply(fn, recurse)
+        if fixed is not None and self.input_scale is not None and self.input_scale.dtype != fixed.dtype:
+            self.input_scale = fixed.to(self.input_scale.device)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "fused"}
+        return {**self.__dict__, "fused": None} if self.fused is not None else self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "fused" in state:  # a copy is a layer by itself
+            self.weight.keeps_layout = False
+            self._settle()
 
     def extra_repr(self) -> str:
         activation = "" if self.activation is None else f", activation={self.activation}"

@@ -112,8 +112,8 @@ def _carried_out(
     keep_on_device: bool,
     progress: Progress | None,
 ) -> Plan:
-    leave_inference_mode(model)
     carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
+    leave_inference_mode(model)
     replacement = kind(model, carried.layers, layers, device, keep_on_device, progress)
     replacement.check()
     batches = [] if calibration is None else Calibration.of(calibration).batches(model)

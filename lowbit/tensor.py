@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import lowbit_kernels.ops  # noqa: F401 - registers torch.ops.lowbit
 from lowbit_kernels.layouts import LAYOUTS, Parts
+from lowbit_kernels.ops import call_for
+from lowbit_kernels.registry import preferred_layout
 from lowbit_kernels.shortcut import Shortcuts
 
 from . import autocast, pickling  # noqa: F401 - autocast registers the operators' rules for it
@@ -28,6 +31,18 @@ class RoundingError(NamedTuple):
     max_error: float
 
 
+class Copies(list[tuple[Callable[[], "QTensor | None"], Callable[[], "QTensor"]]]):
+    """Slices of a tensor that hold copies of its bytes, since no view of them exists: each by a weak reference, with how it is
+    taken again. A true view shares the list of its base."""
+
+    def refresh(self) -> None:
+        """Let every slice that is still in use hold what the base holds now."""
+        self[:] = [(found, again) for found, again in self if found() is not None]
+        for found, again in list(self):
+            if (piece := found()) is not None:
+                piece._fill(again())
+
+
 class QTensor(torch.Tensor):
     """A weight [..., N, K] that means ``(decode(codes) - zero_point) * scale * outer``.
 
@@ -39,9 +54,14 @@ class QTensor(torch.Tensor):
         scheme: the :class:`~lowbit.scheme.Scheme`.
         byte_layout: name of the arrangement of the bytes; ``"canonical"`` in every file and pickle.
         transposed: whether this tensor is the transpose of what is stored (``w.t()``).
+        readers: the operators that modules read this weight with, each with the scheme that x is rounded to. Where there are
+            any, :meth:`settle_` keeps the bytes in the layout that those operators' kernels read on the weight's device,
+        keeps_layout: unless somebody asked for a layout by :meth:`to_layout`.
 
-    Its dtype is that of the float weight: what :meth:`dequantize` returns. It takes part in F.linear, matmul, bmm and
-    F.embedding; any other arithmetic asks for :meth:`dequantize` first.
+    Its dtype is that of the float weight: what :meth:`dequantize` returns. F.linear, matmul, bmm and F.embedding multiply by
+    the codes. Moves, slices, ``cat`` and the like move the codes. Every other operator computes with the dequantized values and
+    returns floats, and where it writes into a QTensor its result is rounded to nearest under the scheme
+    (:mod:`lowbit.tensor_writes`), as a write into a bfloat16 tensor is.
     """
 
     packed: Tensor
@@ -52,8 +72,14 @@ class QTensor(torch.Tensor):
     byte_layout: str
     transposed: bool
     _stored_shape: tuple[int, ...]
+    readers: frozenset[tuple[str, Scheme | None]]
+    keeps_layout: bool
     _outer: Tensor | None
     _shortcuts: Shortcuts
+    _trains: bool  # whether a gradient was asked for, which there is none of
+    _copies: Copies  # slices that are copies of bytes, and follow what is written here
+    _shared: frozenset[str]  # parts that values outside this slice are scaled by too
+    _write_back: Callable[[QTensor], None] | None  # how a slice that is a copy is written into its base
 
     @staticmethod
     def __new__(
@@ -77,6 +103,8 @@ class QTensor(torch.Tensor):
         self.scheme, self.byte_layout, self.transposed, self._stored_shape = scheme, layout, transposed, tuple(shape)
         self.spelling = str(scheme)  # which a compiler can look at
         self._shortcuts = Shortcuts()
+        self.readers, self.keeps_layout, self._trains = frozenset(), False, False
+        self._copies, self._shared, self._write_back = Copies(), frozenset(), None
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +140,7 @@ class QTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The float weight that this stands for, [..., N, K] in ``dtype`` (its own by default)."""
         layout = self.byte_layout if len(self._stored_shape) > 1 else "canonical"
-        parts = _with_rows(self.to_layout(layout))
+        parts = _with_rows(self._arranged(layout))
         packed, scale = _one_lead(parts.packed, 2), _one_lead(parts.scale, 2)
         zero = None if parts.zero_point is None else _one_lead(parts.zero_point, 2)
         outer = None if self.outer is None else _one_lead(self.outer, 0)
@@ -155,19 +183,72 @@ class QTensor(torch.Tensor):
         """Bytes in memory of everything that this tensor holds."""
         return sum(part.nbytes for part in self._parts().values())
 
-    def canonical(self) -> QTensor:
-        """This tensor in the canonical layout."""
-        return self.to_layout("canonical")
-
     def to_layout(self, layout: str) -> QTensor:
-        """This tensor with its bytes rearranged, without loss. Raises ``ValueError`` for an unknown layout."""
-        if layout == self.byte_layout:
-            return self
+        """This tensor with its bytes rearranged, without loss; a layer that reads it keeps it so. Raises ``ValueError`` for an
+        unknown layout."""
         if layout not in LAYOUTS:
             raise ValueError(f"no layout named {layout!r}; there are {', '.join(LAYOUTS)}")
+        if layout == self.byte_layout and self.keeps_layout:
+            return self
+        found = self._apply_to_parts(lambda part: part) if layout == self.byte_layout else self._arranged(layout)
+        found.keeps_layout = True
+        return found
+
+    def canonical(self) -> QTensor:
+        """This tensor in the canonical layout."""
+        return self._arranged("canonical")
+
+    def _arranged(self, layout: str) -> QTensor:
+        if layout == self.byte_layout:
+            return self
         parts, k = Parts(self.packed, self.scale, self.zero_point), self._stored_shape[-1]
         parts = LAYOUTS[layout].arrange(LAYOUTS[self.byte_layout].restore(parts, self.scheme, k), self.scheme, k)
         return QTensor(*parts, self.outer, self.scheme, self._stored_shape, self.dtype, layout, self.transposed)
+
+    def read_by(self, operator: str, activation: Scheme | None = None) -> None:
+        """Note that a module reads this weight with ``operator``, and take the layout that suits all its readers."""
+        self.readers |= {(operator, activation)}
+        self.settle_()
+
+    def settle_(self) -> None:
+        """Rearrange the bytes, in place, as the readers' kernels read them on this device; canonical where readers differ.
+
+        A weight without readers, and one that :attr:`keeps_layout`, stays as it is.
+        """
+        if self.readers and not self.keeps_layout:
+            layout = self._preferred(self.device, self.dtype)
+            if layout != self.byte_layout:
+                with torch.inference_mode(False):  # parts made in that mode could never meet autograd again
+                    self._take(self._arranged(layout))
+
+    def _preferred(self, device: torch.device, dtype: torch.dtype) -> str:
+        if device.type == "meta" or len(self._stored_shape) != 2 or self.transposed:
+            return "canonical"
+        n, k = self._stored_shape
+        found = {
+            preferred_layout(call_for(operator, self.scheme, "canonical", device, dtype, 1, n, k, activation))
+            for operator, activation in self.readers
+        }
+        return found.pop() if len(found) == 1 else "canonical"
+
+    def _take(self, other: QTensor) -> None:
+        """Become ``other``, whose parts this tensor holds from now on: what shared the old parts keeps them."""
+        self.packed, self.scale, self.zero_point, self._outer = other.packed, other.scale, other.zero_point, other.outer
+        self.scheme, self.spelling, self.byte_layout = other.scheme, other.spelling, other.byte_layout
+        self.transposed, self._stored_shape = other.transposed, other._stored_shape
+        self._shortcuts, self._copies, self._shared, self._write_back = Shortcuts(), Copies(), other._shared, None
+
+    def _fill(self, other: QTensor) -> None:
+        """Copy the parts of ``other``, which has this scheme and layout, into those of this tensor."""
+        for name, part in self._parts().items():
+            if part is not (new := other._parts()[name]):
+                part.copy_(new)
+
+    def _wrote(self) -> None:
+        """What follows from a write into the parts: the tensor that this is a slice of has it too, and slices of it."""
+        if self._write_back is not None:
+            self._write_back(self)
+        self._copies.refresh()
 
     # ---- what torch asks of a wrapper subclass ---------------------------------------------------------------
 
@@ -177,7 +258,9 @@ class QTensor(torch.Tensor):
 
     def _apply_to_parts(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QTensor:
         parts = {name: fn(part) for name, part in self._parts().items()}
-        return _assemble(parts, self.scheme, self._stored_shape, dtype or self.dtype, self.byte_layout, self.transposed)
+        made = _assemble(parts, self.scheme, self._stored_shape, dtype or self.dtype, self.byte_layout, self.transposed)
+        made.readers, made.keeps_layout = self.readers, self.keeps_layout
+        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         context = (str(self.scheme), self._stored_shape, self.dtype, self.byte_layout, self.transposed)
@@ -191,8 +274,18 @@ class QTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.canonical()
         parts = (plain.packed, plain.scale, plain.zero_point, plain.outer)
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        return pickling.rebuild, (*parts, str(self.scheme), self._stored_shape, self.dtype, self.transposed, is_parameter)
+        is_parameter, readers = isinstance(self, torch.nn.Parameter), pickling.spelled(self.readers)
+        what = (str(self.scheme), self._stored_shape, self.dtype, self.transposed, is_parameter, readers)
+        return pickling.rebuild, (*parts, *what)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QTensor:
+        if id(self) in memo:
+            return cast(QTensor, memo[id(self)])
+        copied = self._apply_to_parts(lambda part: part.detach().clone())
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)  # type: ignore[assignment]
+        memo[id(self)] = copied
+        return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         turned = ", transposed" if self.transposed else ""
@@ -219,7 +312,7 @@ class QTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from .tensor_products import FUNCTIONS
+        from .tensor_arithmetic import ATEN, FUNCTIONS  # noqa: F401 - all that has a meaning of its own
 
         kwargs = kwargs or {}
         if func in FUNCTIONS:
@@ -231,19 +324,20 @@ class QTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from .tensor_products import ATEN
+        from .tensor_arithmetic import ATEN, on_values
 
         kwargs = kwargs or {}
         if func not in ATEN:
             result = func.decompose(*args, **kwargs)  # inference mode leaves composite operators whole
-            if result is NotImplemented:
-                raise NotImplementedError(f"{func} is not defined for a QTensor: call .dequantize() first")
-            return result
+            return on_values(func, args, kwargs) if result is NotImplemented else result
         if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
             # A view of an ordinary tensor has to be one too; made in this mode it would be an inference tensor.
             with torch.inference_mode(False), torch.no_grad():
                 return ATEN[func](*args, **kwargs)
         return ATEN[func](*args, **kwargs)
+
+
+ForkingPickler.register(QTensor, pickling.share)
 
 
 def check_weight(w: Tensor, name: str) -> None:

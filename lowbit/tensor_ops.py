@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lowbit_kernels.layouts import LAYOUTS
 
 from .packing import plane_widths, planes
 from .tensor import QTensor, _assemble
@@ -33,7 +36,7 @@ def _on(table: dict[Any, Callable[..., Any]], *functions: Any) -> Callable[[Call
 
 @_on(ATEN, aten.detach.default, aten.alias.default)
 def _alias(q: QTensor) -> QTensor:
-    return q._apply_to_parts(lambda part: part.detach())
+    return _over(q, q._apply_to_parts(lambda part: part.detach()))
 
 
 @_on(ATEN, aten.clone.default)
@@ -54,24 +57,22 @@ def _to_copy(
 ) -> QTensor:
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
         raise TypeError(f"the dtype of a QTensor is that of its dequantized weight and must be float, got {dtype}: use codes()")
-    return q._apply_to_parts(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype)
+    where = q.device if device is None else torch.device(device)
+    if q.readers and not q.keeps_layout and q._preferred(where, dtype or q.dtype) != q.byte_layout:
+        canonical = q.canonical()
+        canonical.readers, q = q.readers, canonical
+    moved = q._apply_to_parts(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype)
+    moved.settle_()
+    return moved
 
 
 @_on(ATEN, aten.empty_like.default)
 def _empty_like(q: QTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> QTensor:
-    return q._apply_to_parts(lambda part: torch.empty_like(part, device=device), dtype)
-
-
-@_on(ATEN, aten.copy_.default)
-def _copy_into(q: QTensor, source: Tensor, non_blocking: bool = False) -> QTensor:
-    if not isinstance(q, QTensor) or not isinstance(source, QTensor):
-        raise TypeError("copy_ between a QTensor and a float tensor would round silently: use QTensor.quantize or dequantize")
-    _same_kind([q, source], "copy_")
-    if q.shape != source.shape or q.byte_layout != source.byte_layout:
-        raise ValueError(f"copy_ needs equal shapes and layouts, got {tuple(q.shape)} and {tuple(source.shape)}")
-    for name, part in q._parts().items():
-        part.copy_(source._parts()[name], non_blocking=non_blocking)
-    return q
+    where = q.device if device is None else torch.device(device)
+    like = q if where == q.device or q.keeps_layout else q.canonical()
+    made = like._apply_to_parts(lambda part: torch.empty_like(part, device=device), dtype)
+    made.readers = q.readers
+    return made
 
 
 @_on(ATEN, aten.equal.default)
@@ -93,7 +94,7 @@ def _permute(q: QTensor, dims: Sequence[int]) -> QTensor:
         return _alias(q)
     if order != [*same[:-2], n - 1, n - 2]:
         raise ValueError(f"only the last two dimensions of a QTensor can be swapped, got the order {order}: dequantize first")
-    return _rebuilt(q, q._parts(), q._stored_shape, not q.transposed, q.byte_layout)
+    return _over(q, _rebuilt(q, q._parts(), q._stored_shape, not q.transposed, q.byte_layout))
 
 
 @_on(ATEN, aten.transpose.int)
@@ -138,6 +139,47 @@ def _index_rows(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor], tr
     return _rebuilt(q, parts, (*parts["packed"].shape[:-1], q._stored_shape[-1]), transposed)
 
 
+def _view_of_rows(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor], transposed: bool | None = None) -> QTensor:
+    """:func:`_index_rows` for an ``index`` that gives views: what is written into its result is written into ``q``, and back."""
+    piece = _index_rows(q, dim, index, transposed)
+    if q.outer is not None and dim >= len(q._stored_shape) - 2:
+        piece._shared = frozenset({"outer"})
+    if q.byte_layout == "canonical":
+        return _over(q, piece)
+
+    def write(base: QTensor, new: QTensor) -> None:
+        into = _index_rows(base, dim, index, transposed)._parts()
+        for name, part in new._parts().items():
+            into[name].copy_(part)
+
+    return _following(q, piece, lambda: _index_rows(q, dim, index, transposed), write)
+
+
+def _over(q: QTensor, view: QTensor) -> QTensor:
+    """``view``, whose parts are views of those of ``q``: copies that follow one follow the other."""
+    view._copies = q._copies
+    view._shared |= q._shared
+    if (back := q._write_back) is not None:
+        view._write_back = lambda new: back(q)
+    return view
+
+
+def _following(q: QTensor, piece: QTensor, again: Callable[[], QTensor], write: Callable[[QTensor, QTensor], None]) -> QTensor:
+    """``piece``, which holds copies of bytes of ``q``, as a view of it. ``again()`` takes it anew; ``write(canonical, piece)``
+    writes it into ``q`` in canonical bytes."""
+
+    def back(new: QTensor) -> None:
+        canonical = q.canonical()
+        write(canonical, new)
+        if canonical is not q:
+            q._fill(canonical._arranged(q.byte_layout))
+        q._wrote()
+
+    piece._write_back = back
+    q._copies.append((weakref.ref(piece), again))
+    return piece
+
+
 def _rebuilt(
     like: QTensor,
     parts: dict[str, Tensor],
@@ -156,11 +198,56 @@ def _slice(q: QTensor, dim: int = 0, start: int | None = None, end: int | None =
     size = q._stored_shape[dim]
     start, stop, _ = slice(start, end).indices(size)
     stop = max(start, stop)
-    if dim < len(q._stored_shape) - 1:
-        return _index_rows(q, dim, lambda part, d: part[(slice(None),) * d + (slice(start, stop, step),)])
     if (start, stop, step) == (0, size, 1):
         return _alias(q)
-    return _slice_k(q.canonical(), start, stop, step)
+    if dim < len(q._stored_shape) - 1:
+        if step == 1 and dim == 0 and _are_whole_rows(q, start, stop):
+            return row_range(q, start, stop)
+        return _view_of_rows(q, dim, lambda part, d: part[(slice(None),) * d + (slice(start, stop, step),)])
+    piece, group = _slice_k(q.canonical(), start, stop, step), q.scheme.group_size
+    cut = group == -1 or start % group or (stop % group and stop != size)
+    piece._shared = frozenset({"outer", *(("scale", "zero_point") if cut else ())})
+    if q.byte_layout == "canonical" and len(plane_widths(q.scheme.bits)) == 1 and piece.scheme == q.scheme:
+        return _over(q, piece)
+
+    def write(base: QTensor, new: QTensor) -> None:
+        _write_k(base, start, stop, new)
+
+    return _following(q, piece, lambda: _slice_k(q.canonical(), start, stop, step), write)
+
+
+def _are_whole_rows(q: QTensor, start: int, stop: int) -> bool:
+    """Whether the rows from ``start`` to ``stop`` lie together in the layout of the matrix ``q``, as a weight of their own."""
+    rows = LAYOUTS[q.byte_layout].rows
+    aligned = start % rows == stop % rows == q._stored_shape[0] % rows == 0
+    return q.byte_layout != "canonical" and len(q._stored_shape) == 2 and aligned and stop > start
+
+
+def row_range(q: QTensor, start: int, stop: int) -> QTensor:
+    """Rows of the matrix ``q`` that lie together in its layout, as a view in that layout."""
+    parts = {name: part if name == "outer" else part[start:stop] for name, part in q._parts().items()}
+    piece = _rebuilt(q, parts, (stop - start, q._stored_shape[-1]), layout=q.byte_layout)
+    piece._shared = frozenset({"outer"} if q.outer is not None else ())
+    return _over(q, piece)
+
+
+def _write_k(q: QTensor, start: int, stop: int, new: QTensor) -> None:
+    """Write ``new``, a slice of columns, into the canonical ``q``."""
+    if new.scheme != q.scheme:
+        raise ValueError(
+            f"columns {start}:{stop} cut a group of {q.scheme.group_size}, whose scale the others share: write whole groups, "
+            "or dequantize, change and quantize again"
+        )
+    k, bits, group = q._stored_shape[-1], q.scheme.bits, q.scheme.group_size
+    for plane, piece, width in zip(
+        planes(q.packed, bits, k), planes(new.packed, bits, stop - start), plane_widths(bits), strict=True
+    ):
+        plane[..., start * width // 8 : -(-stop * width // 8)].copy_(piece)
+    columns = slice(None) if group == -1 else slice(start // group, -(-stop // group))
+    for name in ("scale", "zero_point"):
+        part, piece = getattr(q, name), getattr(new, name)
+        if part is not None:
+            part[..., columns].copy_(piece)
 
 
 def _slice_k(q: QTensor, start: int, stop: int, step: int) -> QTensor:
@@ -209,7 +296,7 @@ def _select(q: QTensor, dim: int, index: int) -> QTensor:
     row = stored == len(q._stored_shape) - 2
     if row and q.outer is not None and q.outer.dim():
         raise ValueError("a row of every matrix would leave each row its own outer scale: dequantize first")
-    return _index_rows(q, stored, lambda part, d: part.select(d, index), transposed=q.transposed and not row)
+    return _view_of_rows(q, stored, lambda part, d: part.select(d, index), transposed=q.transposed and not row)
 
 
 @_on(ATEN, aten.unbind.int)

@@ -3,52 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from lowbit_kernels import inlined
 from lowbit_kernels.ops import own
 from lowbit_kernels.shortcut import signature
 
+from .scheme import Scheme
 from .tensor import QTensor, _with_rows
 from .tensor_ops import ATEN, _on, _t, _transpose
 
-__all__ = ["ATEN", "FUNCTIONS"]
+__all__ = ["ATEN", "FUNCTIONS", "Activation", "product"]
 
 aten = torch.ops.aten
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
-def linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ W.T + bias`` for a stored weight [N, K]."""
-    _check_k(x, weight)
-    return torch.ops.lowbit.linear(
-        x, weight.packed, weight.scale, weight.zero_point, weight.outer, bias, str(weight.scheme), weight.byte_layout
-    )
+class Activation(NamedTuple):
+    """The scheme that x is rounded to, and how operators spell it."""
+
+    scheme: Scheme
+    spelling: str
 
 
-def _check_k(x: Tensor, weight: QTensor) -> None:
-    # The operators know K from x alone, and a row of one column less may take as many bytes.
-    if x.dim() == 0 or x.shape[-1] != weight._stored_shape[-1]:
-        raise ValueError(f"x must end in K={weight._stored_shape[-1]}, got shape {tuple(x.shape)}")
+def product(
+    x: Tensor,
+    weight: QTensor,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    input_scale: Tensor | None = None,
+) -> Tensor:
+    """``x @ weight.T + bias`` for a weight [N, K]; ``x`` is rounded to ``activation`` first, with a scale a token, or with
+    ``input_scale``."""
+    if not is_compiling() and (y := _without_dispatcher(x, weight, bias, activation, input_scale)) is not None:
+        return y
+    k = weight.shape[-1]
+    if x.dim() == 0 or x.shape[-1] != k:  # the operators know K from x alone, and K - 1 columns may take as many bytes
+        raise ValueError(f"x must end in {k} features, got shape {tuple(x.shape)}")
+    parts = (weight.packed, weight.scale, weight.zero_point, weight._outer)
+    if weight._trains and torch.is_grad_enabled():
+        x = _Untrained.apply(x, weight)
+    if inlined.active() and activation is None:
+        return inlined.linear(x, *parts, bias, weight.scheme, weight.byte_layout, k)
+    if inlined.active() and activation is not None and input_scale is not None:
+        return inlined.quantized_linear(x, *parts, bias, weight.scheme, weight.byte_layout, k, activation.scheme, input_scale)
+    if activation is None:
+        return torch.ops.lowbit.linear(x, *parts, bias, weight.spelling, weight.byte_layout)
+    how = (weight.spelling, weight.byte_layout, activation.spelling)
+    return torch.ops.lowbit.quantized_linear(x, *parts, bias, *how, input_scale)
 
 
-def _without_dispatcher(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor | None:
+class _Untrained(torch.autograd.Function):
+    """Passes x on, and raises in backward: for a weight that asks for a gradient, which codes have none of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QTensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError(
+            "a quantized weight has no gradient: call requires_grad_(False) on it and train adapters, or dequantize it first"
+        )
+
+
+def _without_dispatcher(
+    x: Tensor, weight: QTensor, bias: Tensor | None, activation: Activation | None, input_scale: Tensor | None
+) -> Tensor | None:
     """The product by a kernel that was selected before; None where the operator has to be called."""
-    if weight.transposed or (known := signature(x, weight.scale, bias)) is None:
+    if (known := signature(x, weight._trains, bias)) is None or inlined.active():
         return None
-    parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
-    run = weight._shortcuts.get(known)
+    parts = (weight.packed, weight.scale, weight.zero_point, weight._outer)
+    key = known if activation is None else (known, activation.spelling)
+    run = weight._shortcuts.get(key)
     if run is None:
-        if weight.dim() != 2:
+        if len(weight._stored_shape) != 2 or weight.transposed:
             return None
-        what = ("linear", weight.byte_layout, weight._stored_shape[-1], weight.scheme, None)
-        run = weight._shortcuts.find(known, *what, x, parts, bias)
+        op, rounds = ("linear", None) if activation is None else ("quantized_linear", activation.scheme)
+        run = weight._shortcuts.find(key, op, weight.byte_layout, weight._stored_shape[-1], weight.scheme, rounds, x, parts, bias)
         if run is None:
             return None
-    y = run(x, *parts, bias, weight.scheme)
+    if activation is None:
+        y = run(x, *parts, bias, weight.scheme)
+    else:
+        y = run(x, *parts, bias, weight.scheme, activation.scheme, input_scale)
     return own(y) if y._is_view() else y
 
 
@@ -56,16 +98,18 @@ def _without_dispatcher(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tens
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, QTensor) or isinstance(input, QTensor):
         return NotImplemented
-    if not is_compiling() and (y := _without_dispatcher(input, weight, bias)) is not None:
-        return y
     if weight.dim() > 2:
         raise ValueError(f"linear takes a weight [N, K], got {tuple(weight.shape)}: index it, or use bmm")
     if weight.transposed:
         return torch.nn.functional.linear(input, weight.dequantize(input.dtype), bias)
-    _check_k(input, weight)
-    rows = _with_rows(weight)
-    y = torch.ops.lowbit.linear(input, *rows, weight.outer, bias, str(weight.scheme), weight.byte_layout)
-    return y if weight.dim() > 1 else y[..., 0]
+    if weight.dim() < 2:
+        return product(input, _as_matrix(weight), bias)[..., 0]
+    return product(input, weight, bias)
+
+
+def _as_matrix(row: QTensor) -> QTensor:
+    parts = _with_rows(row)
+    return QTensor(*parts, row.outer, row.scheme, (1, *row._stored_shape), row.dtype, row.byte_layout)
 
 
 @_on(FUNCTIONS, torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -85,24 +129,25 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm:
     if max_norm is not None or weight.transposed or weight.dim() != 2:
         raise ValueError("an embedding takes a QTensor [N, K] that is not transposed, and no max_norm: dequantize first")
     parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
-    return torch.ops.lowbit.embedding(input, *parts, str(weight.scheme), weight.byte_layout, weight.shape[-1], weight.dtype)
+    y = torch.ops.lowbit.embedding(input, *parts, weight.spelling, weight.byte_layout, weight.shape[-1], weight.dtype)
+    return _Untrained.apply(y, weight) if weight._trains and torch.is_grad_enabled() else y
 
 
 @_on(ATEN, aten.mm.default)
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     if isinstance(b, QTensor) and not isinstance(a, QTensor):
-        return linear(a, _t(b)) if b.transposed else a @ b.dequantize(a.dtype)
+        return product(a, _t(b)) if b.transposed else a @ b.dequantize(a.dtype)
     if isinstance(a, QTensor) and not isinstance(b, QTensor):
-        return a.dequantize(b.dtype) @ b if a.transposed else linear(b.t(), a).t()
+        return a.dequantize(b.dtype) @ b if a.transposed else product(b.t(), a).t()
     raise NotImplementedError("a product of two QTensors: dequantize one of them")
 
 
 @_on(ATEN, aten.addmm.default)
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if isinstance(b, QTensor) and b.transposed and beta == alpha == 1 and bias.dim() == 1 and not isinstance(a, QTensor):
-        return linear(a, _t(b), bias)
-    product = _mm(a, b) if alpha == 1 else alpha * _mm(a, b)
-    return product if beta == 0 else beta * bias + product  # beta 0 ignores even a NaN in bias, as torch does
+        return product(a, _t(b), bias)
+    y = _mm(a, b) if alpha == 1 else alpha * _mm(a, b)
+    return y if beta == 0 else beta * bias + y  # beta 0 ignores even a NaN in bias, as torch does
 
 
 @_on(ATEN, aten.mv.default)
@@ -120,6 +165,7 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, weight: QTensor) -> Tensor:
-    _check_k(x, weight)
+    if x.shape[-1] != weight._stored_shape[-1]:
+        raise ValueError(f"x must end in {weight._stored_shape[-1]} features, got shape {tuple(x.shape)}")
     parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
     return torch.ops.lowbit.grouped_linear(x, *parts, None, str(weight.scheme), weight.byte_layout)

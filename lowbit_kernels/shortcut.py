@@ -33,8 +33,10 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _watched, _grad = registry.watched.get, torch.is_grad_enabled
 
 
-def signature(x: Tensor, scale: Tensor, bias: Tensor | None) -> Hashable | None:
-    """What the kernel of an eager product depends on beside the weight; None where the dispatcher has to see the call."""
+def signature(x: Tensor, trains: bool, bias: Tensor | None) -> Hashable | None:
+    """What the kernel of an eager product depends on beside the weight; None where the dispatcher has to see the call.
+
+    ``trains``: whether the weight asks for a gradient."""
     if (
         type(x) is not Tensor
         or _watched()
@@ -44,7 +46,7 @@ def signature(x: Tensor, scale: Tensor, bias: Tensor | None) -> Hashable | None:
         or _transform() is not None
         or _jit_trace()
         or forward_ad._current_level >= 0
-        or (_grad() and (x.requires_grad or scale.requires_grad or (bias is not None and bias.requires_grad)))
+        or (_grad() and (trains or x.requires_grad or (bias is not None and bias.requires_grad)))
     ):
         return None
     if bias is None:
@@ -52,25 +54,11 @@ def signature(x: Tensor, scale: Tensor, bias: Tensor | None) -> Hashable | None:
     return (x.shape, x.dtype, x.device, bias.shape, bias.dtype, bias.device) if type(bias) in _PLAIN else None
 
 
-def _nothing() -> None:
-    return None
-
-
 class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
-    """The kernels of one weight's products, by signature. Its holder clears it whenever the weight changes what it is.
+    """The kernels of one weight's products, by signature. A weight that changes what it is gets new ones."""
 
-    ``packed()``: the codes that they are of, where the holder's may be exchanged behind its back; it keeps none alive.
-    """
-
-    packed: Callable[[], Tensor | None]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed = _nothing
-
-    def clear(self) -> None:
-        super().clear()
-        self.packed = _nothing
+    def __deepcopy__(self, memo: dict[int, object]) -> Shortcuts:
+        return Shortcuts()
 
     def find(
         self,
@@ -97,6 +85,6 @@ class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
         reads = kernel.layout is not None or layout == "canonical"
         run = bind(kernel.run, scheme) if reads else partial(registry.run, call)
         if len(self) >= _MOST:
-            super().clear()
+            self.clear()
         self[signature] = run
         return run

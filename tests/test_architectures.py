@@ -129,7 +129,7 @@ def test_a_head_that_shares_its_bias_keeps_sharing_it() -> None:
     quantize_(model, {"*decoder": "int8", "*word_embeddings": "int8", "*": "int4"})
     head = model.cls.predictions
     assert isinstance(head.decoder, QLinear)
-    assert head.decoder.packed is model.bert.embeddings.word_embeddings.packed
+    assert head.decoder.weight is model.bert.embeddings.word_embeddings.weight
     assert head.decoder.bias is head.bias
 
 

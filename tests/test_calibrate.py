@@ -107,7 +107,7 @@ def test_what_stands_outside_of_blocks_is_calibrated_on_the_quantized_model(seen
 def test_a_tied_head_and_embedding_are_one_and_the_head_s_data_decides(seen):
     model = llama(tied=True)
     plan = quantize_(model, {"lm_head": spying("int4"), "*": spying()}, calibration=tokens(4, 10))
-    assert model.lm_head.packed is model.model.embed_tokens.packed
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     assert len(seen) == 15  # the weight of both went to the rounder once
     assert {layer.name for layer in plan.changed if layer.notes} == set()
 
@@ -325,7 +325,7 @@ def test_a_device_takes_a_block_at_a_time(make, keep):
     plan = quantize_(model, "int4", calibration=x, device="cuda", keep_on_device=keep, progress=told)
     for layer, reference in zip(plan.changed, expected.changed, strict=True):
         module, other = model.get_submodule(layer.name), twin.get_submodule(layer.name)
-        assert module.packed.is_cuda == keep
+        assert module.weight.is_cuda == keep
         assert layer.loss == pytest.approx(reference.loss, rel=1e-2)
         assert torch.equal(module.weight.to("cpu").codes(), other.weight.codes())
     assert not any(p.is_cuda for name, p in model.named_parameters() if "norm" in name or "embed" in name)

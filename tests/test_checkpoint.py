@@ -116,12 +116,14 @@ def test_tied_and_shared_tensors_are_stored_once_and_are_one_again(tmp_path):
     same(model, loaded)
     assert loaded.again is loaded.first
     assert loaded.blocks[1][0] is loaded.block[0]
-    assert loaded.head.packed is loaded.embedding.packed
+    assert loaded.head.weight is loaded.embedding.weight
     separate = Tied()
     separate.again = nn.Linear(16, 16)
-    assert lowbit.load(tmp_path, model=separate).again.packed is separate.first.packed
+    assert lowbit.load(tmp_path, model=separate).again.weight is separate.first.weight
     # Separate parameters over one storage are found to be one as well.
-    model.head = QLinear(QTensor(*(p.data for p in model.embedding.parameters()), None, model.embedding.scheme, (30, 16)))
+    weight = model.embedding.weight
+    parts = (part.detach() for part in (weight.packed, weight.scale, weight.zero_point))
+    model.head = QLinear(QTensor(*parts, None, weight.scheme, (30, 16)))
     lowbit.save(model, tmp_path / "views")
     assert (tmp_path / "views/model.safetensors").stat().st_size == (tmp_path / "model.safetensors").stat().st_size
 

@@ -45,7 +45,7 @@ def test_golden_files_mean_what_they_meant(folder):
     for name in ("embedding", "linear"):
         found = model[name].weight.dequantize(torch.float32).numpy()
         np.testing.assert_array_equal(found, np.load(folder / f"{name}.npy"), strict=True)
-    assert (model["linear"].packed is model["embedding"].packed) == (folder.name == "tied")
+    assert (model["linear"].weight is model["embedding"].weight) == (folder.name == "tied")
     assert (model["linear"].activation is None) == (folder.name != "activations")
     if bias:
         assert torch.equal(model["linear"].bias, (generate_golden.pattern(3) / 128).bfloat16())

@@ -190,10 +190,8 @@ def test_inlined_layers_are_plain_pytorch(case: str, scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["int4", "int3", "int8", "fp6", "fp6_e3m2", "mxfp4", "nvfp4"])
 def test_a_compiler_sees_through_tiles(scheme: str) -> None:
     weight = QTensor.quantize(torch.randn(20, 96, generator=torch.Generator().manual_seed(1)), scheme).to_layout("tiles")
-    packed = nn.Parameter(weight.packed, requires_grad=False)  # a layer keeps the layout of parameters
-    parts = packed, weight.scale, weight.zero_point, weight.outer
-    module = QLinear(QTensor(*parts, weight.scheme, (20, 96), weight.dtype, "tiles"))
-    assert module.byte_layout == "tiles"
+    module = QLinear(weight)
+    assert module.weight.byte_layout == "tiles"
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad(), lowbit.inline():
         for m in (2, 5):

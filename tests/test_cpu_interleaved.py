@@ -223,9 +223,13 @@ def test_kernels_of_many_rows_read_the_same_numbers(scheme: Scheme, m: int, bloc
 def test_a_model_is_kept_interleaved_where_that_is_quicker() -> None:
     model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 33), nn.Linear(33, 32)).bfloat16()
     quantize_(model, "int4_g32")
-    assert [layer.byte_layout for layer in model if isinstance(layer, QLinear)] == ["interleaved", "canonical", "canonical"]
+    assert [layer.weight.byte_layout for layer in model if isinstance(layer, QLinear)] == [
+        "interleaved",
+        "canonical",
+        "canonical",
+    ]
     assert (
-        QEmbedding(QTensor.quantize(torch.randn(64, 96), "int4_g32")).byte_layout == "canonical"
+        QEmbedding(QTensor.quantize(torch.randn(64, 96), "int4_g32")).weight.byte_layout == "canonical"
     )  # a row is not all over a block
     with trace_kernels() as trace:
         model[0](torch.randn(1, 96).bfloat16())

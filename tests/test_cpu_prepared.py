@@ -88,7 +88,8 @@ def layer_of(recipe: str, n: int = 24, k: int = 320, bias: bool = True, dtype: t
 
 def operator(layer: QLinear, x: Tensor) -> Tensor:
     """What is never prepared."""
-    parts = (layer.packed, layer.scale, layer.zero_point, layer.outer, layer.bias, layer.spelling, layer.byte_layout)
+    w = layer.weight
+    parts = (w.packed, w.scale, w.zero_point, w.outer, layer.bias, w.spelling, w.byte_layout)
     if layer.activation is None:
         return torch.ops.lowbit.linear(x, *parts)
     return torch.ops.lowbit.quantized_linear(x, *parts, str(layer.activation), layer.input_scale)
@@ -171,17 +172,21 @@ def test_later_calls_give_the_bits_of_the_operator(recipe: str, dtype: torch.dty
             assert torch.equal(layer(x), operator(layer, x))
 
 
+def held(layer: QLinear) -> dict[str, Tensor]:
+    """Every tensor that a product of ``layer`` reads."""
+    return {**layer.weight._parts(), **({} if layer.bias is None else {"bias": layer.bias})}
+
+
 @pytest.mark.parametrize("recipe", ["int4", "nvfp4", "int8_dynamic_activation_int8_weight"])
 @torch.no_grad()
 def test_changed_parts_are_seen(recipe: str) -> None:
     layer, other = layer_of(recipe), layer_of(recipe)
     x = torch.randn(1, 320, dtype=torch.bfloat16)
-    names = [name for name in ("packed", "scale", "zero_point", "outer", "bias") if getattr(layer, name) is not None]
     for change in ("in place", "exchanged"):
-        for name in names:
+        for name, part in held(layer).items():
             for _ in range(3):
                 layer(x)
-            part, new = getattr(layer, name), getattr(layer_of(recipe), name)
+            new = held(layer_of(recipe))[name]
             if change == "in place":
                 part.copy_(new)
             else:
@@ -193,10 +198,10 @@ def test_changed_parts_are_seen(recipe: str) -> None:
         for _ in range(3):
             assert torch.equal(layer(x), other(x))
         other = layer_of(recipe)
-    layer.packed = nn.Parameter(other.packed.clone(), requires_grad=False)
+    layer.weight.packed = other.weight.packed.clone()
     for _ in range(3):
         assert torch.equal(layer(x), operator(layer, x))
-    layer.packed.data = layer.packed.data[:, :-16].contiguous()
+    layer.weight.packed.data = layer.weight.packed.data[:, :-16].contiguous()
     for _ in range(3):
         with pytest.raises((RuntimeError, ValueError), match="packed"):
             layer(x)
@@ -207,7 +212,7 @@ def test_changed_parts_are_seen(recipe: str) -> None:
 def test_rows_that_lie_further_apart_than_before_are_seen(name: str) -> None:
     """The same address and as many numbers, but others."""
     layer, x = layer_of("int4"), torch.randn(1, 320, dtype=torch.bfloat16)
-    part = getattr(layer, name)
+    part = held(layer)[name]
     wide = torch.cat([part.data, part.data.flip(0)])
     for rows in (wide[:24], wide[::2], wide[:24]):
         part.data = rows

@@ -110,7 +110,7 @@ def test_a_model_that_was_rewritten_is_judged_by_what_it_gives(what, tmp_path):
     assert doctor(again, model, IDS, rewritten=True).verdict == "clean"
     if "online" not in what:
         assert [finding.kind for finding in doctor(again, model, IDS).findings if finding.kind != "tie"] == ["parameter"]
-    again.get_submodule(VICTIM).scale.data[0, 0] = math.inf
+    again.get_submodule(VICTIM).weight.scale.data[0, 0] = math.inf
     kinds = [finding.kind for finding in doctor(again, model, IDS, rewritten=True).findings]
     assert set(kinds) == {"overflow"}
 
@@ -143,7 +143,7 @@ def test_clipped_weights_are_counted():
     model = nn.Sequential(nn.Linear(64, 8, bias=False))
     model[0].weight.data = torch.linspace(-1, 1, 512).reshape(8, 64)
     cut = quantized(model, "int8")
-    cut[0].scale.data = torch.full_like(cut[0].scale, 0.5 / 127)
+    cut[0].weight.scale.data = torch.full_like(cut[0].weight.scale, 0.5 / 127)
     assert doctor(cut, model).layers[0].clipped == pytest.approx(0.5, abs=0.01)
 
 
@@ -254,7 +254,7 @@ def test_a_wrong_zero_point_in_one_group():
 def test_groups_that_were_lost():
     model = llama()
     broken = quantized(model)
-    broken.get_submodule(VICTIM).scale.data[3:5, 1] = 0
+    broken.get_submodule(VICTIM).weight.scale.data[3:5, 1] = 0
     found = doctor(broken, model, IDS)
     assert "2 of 344 groups mean zeros and should not, the first is group 1 of row 3" in only(found, "zero groups", VICTIM)
     assert next(layer for layer in found.layers if layer.name == VICTIM).zero_groups == 2
@@ -293,7 +293,7 @@ def test_an_overflow_in_fp16():
 def test_scales_that_overflowed_as_stored():
     model = llama()
     broken = quantized(model)
-    broken.get_submodule(VICTIM).scale.data[0, 0] = math.inf
+    broken.get_submodule(VICTIM).weight.scale.data[0, 0] = math.inf
     found = doctor(broken, model)
     assert "32 of 11,008 weights are NaN or infinite as stored" in only(found, "overflow", VICTIM)
 

@@ -64,14 +64,14 @@ def test_layers_of_any_layouts_are_fused_and_save_as_before(heights, arranged):
     for layer, layout in zip((model.q, model.k, model.v), arranged, strict=True):
         layer.weight = layer.weight.to_layout(layout)
     layers = {name: getattr(model, name) for name in "qkv"}
-    fits = {name: layer for name, layer in layers.items() if layer.out_features % LAYOUTS[layer.byte_layout].rows == 0}
-    taken = {layer.byte_layout for layer in fits.values()}
+    fits = {name: layer for name, layer in layers.items() if layer.out_features % LAYOUTS[layer.weight.byte_layout].rows == 0}
+    taken = {layer.weight.byte_layout for layer in fits.values()}
     apart, before = model(x), {name: part.clone() for name, part in model.state_dict().items()}
     assert fuse_(model, x) == ([tuple(fits)] if len(fits) > 1 else [])
     torch.testing.assert_close(model(x), apart, rtol=1e-5, atol=1e-6)
     assert all(torch.equal(before[name], part) for name, part in model.state_dict().items())
     if len(fits) > 1:
-        assert {layer.byte_layout for layer in fits.values()} == (taken if len(taken) == 1 else {"canonical"})
+        assert {layer.weight.byte_layout for layer in fits.values()} == (taken if len(taken) == 1 else {"canonical"})
 
 
 def test_a_tensor_that_changes_between_two_readers_is_two():
@@ -131,7 +131,7 @@ def test_a_change_takes_a_group_apart():
         assert model.q.fused is not None
         change(model)
         assert model.q.fused is model.k.fused is model.v.fused is None
-        torch.testing.assert_close(model(x.to(model.q.weight_dtype)).float(), apart, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(x.to(model.q.weight.dtype)).float(), apart, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

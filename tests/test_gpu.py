@@ -55,11 +55,11 @@ def test_layers_are_quantized_on_the_device_and_come_back():
     there = copy.deepcopy(model)
     quantize_(model, "int4")
     quantize_(there, "int4", device="cuda")
-    assert there[0].packed.device.type == "cpu"
+    assert there[0].weight.packed.device.type == "cpu"
     assert torch.equal(there[0].weight, model[0].weight)
     kept = mlp()
     quantize_(kept, "int4", device="cuda", keep_on_device=True)
-    assert kept[0].packed.device.type == "cuda"
+    assert kept[0].weight.packed.device.type == "cuda"
 
 
 def test_pinned_memory_and_moves_keep_every_byte():
@@ -336,14 +336,14 @@ def test_weights_lie_in_tiles_on_the_device_and_canonical_elsewhere(recipe, tmp_
     there = mlp(torch.bfloat16).cuda()
     quantize_(there, recipe)
     for other in (model, loaded, there, copy.deepcopy(model)):
-        assert {layer.byte_layout for layer in other if isinstance(layer, lowbit.QLinear)} == {"tiles"}
+        assert {layer.weight.byte_layout for layer in other if isinstance(layer, lowbit.QLinear)} == {"tiles"}
         assert torch.equal(other(x), y)
         for name, part in plain.state_dict().items():
             assert torch.equal(other.state_dict()[name].cpu(), part)
     model.cpu()
-    assert {layer.byte_layout for layer in layers} == {"canonical"}
+    assert {layer.weight.byte_layout for layer in layers} == {"canonical"}
     for layer, kept in zip(model, plain, strict=True):
-        assert not isinstance(layer, lowbit.QLinear) or torch.equal(layer.packed, kept.packed)
+        assert not isinstance(layer, lowbit.QLinear) or torch.equal(layer.weight.packed, kept.weight.packed)
 
 
 @pytest.mark.usefixtures("every_m_reads_tiles")

@@ -341,8 +341,8 @@ def test_what_has_no_gradient_says_so_in_both_directions(name: str) -> None:
         f(forward_ad.make_dual(tensor, torch.ones_like(tensor)))
 
 
-def test_an_embedding_whose_scales_are_trained_is_told() -> None:
+def test_an_embedding_that_is_trained_is_told() -> None:
     table = QEmbedding(QTensor.quantize(numbers(N, K), Scheme.parse(SCHEMES[0])))
-    table.scale.requires_grad_()
+    table.weight.requires_grad_()
     with pytest.raises(RuntimeError, match=r"requires_grad_\(False\)"):
         table(torch.tensor([1, 2])).sum().backward()

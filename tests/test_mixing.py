@@ -136,7 +136,7 @@ def test_layers_that_share_a_weight_are_tried_together():
     assert mapping["lm_head"] == mapping["model.embed_tokens"]
     assert model.lm_head.weight is model.model.embed_tokens.weight
     quantize_(model, mapping)
-    assert model.lm_head.packed is model.model.embed_tokens.packed
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_models_without_logits_have_errors_alone():

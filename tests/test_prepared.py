@@ -26,7 +26,8 @@ def layer_of(scheme: str, n: int = 48, k: int = 320, bias: bool = False, dtype: 
 
 
 def operator(layer: QLinear, x: torch.Tensor) -> torch.Tensor:
-    parts = (layer.packed, layer.scale, layer.zero_point, layer.outer, layer.bias, layer.spelling, layer.byte_layout)
+    w = layer.weight
+    parts = (w.packed, w.scale, w.zero_point, w.outer, layer.bias, w.spelling, w.byte_layout)
     return torch.ops.lowbit.linear(x, *parts)
 
 
@@ -54,14 +55,14 @@ def test_parts_that_are_exchanged_behind_a_layer_are_seen(scheme: str) -> None:
     x = torch.randn(1, 320, dtype=torch.bfloat16, device="cuda")
     for _ in range(3):
         layer(x)
-    for name in ("packed", "scale", "zero_point", "bias"):
-        part = getattr(layer, name)
+    held, theirs = ({**each.weight._parts(), "bias": each.bias} for each in (layer, other))
+    for name, part in held.items():
         if part is not None:
-            part.data = getattr(other, name).data
+            part.data = theirs[name].data
             for _ in range(3):
                 assert torch.equal(layer(x), operator(layer, x)), name
     assert torch.equal(layer(x), other(x))
-    layer.packed.data = layer.packed.data[:, :-16].contiguous()
+    layer.weight.packed.data = layer.weight.packed.data[:, :-16].contiguous()
     with pytest.raises(RuntimeError, match="packed"):
         layer(x)
 
@@ -74,7 +75,9 @@ def test_what_does_not_fit_is_refused_after_calls_that_did() -> None:
         layer(x)
     with pytest.raises(ValueError, match="320"):
         layer(x[:, :300])
-    ready = torch.ops.lowbit_cuda.digits_prepared(x, layer.packed, layer.scale, None, None, None, cuda._kind(layer.scheme))
+    ready = torch.ops.lowbit_cuda.digits_prepared(
+        x, layer.weight.packed, layer.weight.scale, None, None, None, cuda._kind(layer.scheme)
+    )
     multiply = torch.ops.lowbit_cuda.prepared_linear
     assert torch.equal(multiply(x, ready), layer(x))
     for wrong in (x[:, :300], x.half(), x.float(), torch.zeros(3, 320, dtype=x.dtype, device="cuda")):
@@ -90,9 +93,9 @@ def test_a_weight_that_has_to_be_copied_is_not_prepared() -> None:
     layer = layer_of("int8")
     x = torch.randn(1, 320, dtype=torch.bfloat16, device="cuda")
     y = layer(x)
-    wide = torch.zeros(layer.packed.shape[0], layer.packed.shape[1] + 7, dtype=torch.uint8, device="cuda")
-    wide[:, 3:-4] = layer.packed
-    strided = QTensor(wide[:, 3:-4], layer.scale, None, None, layer.scheme, (48, 320), torch.bfloat16, "tiles")
+    wide = torch.zeros(layer.weight.packed.shape[0], layer.weight.packed.shape[1] + 7, dtype=torch.uint8, device="cuda")
+    wide[:, 3:-4] = layer.weight.packed
+    strided = QTensor(wide[:, 3:-4], layer.weight.scale, None, None, layer.scheme, (48, 320), torch.bfloat16, "tiles")
     apart = QLinear(strided)
     for _ in range(3):
         assert torch.equal(apart(x), y)

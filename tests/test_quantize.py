@@ -118,13 +118,12 @@ def test_tied_weights_are_quantized_once_and_stay_tied(pattern):
     model = llama(tied=True)
     plan = quantize_(model, {pattern: "int8", "*": "int4"})
     head, embedding = model.lm_head, model.model.embed_tokens
-    assert head.packed is embedding.packed
-    assert head.scale is embedding.scale
+    assert head.weight is embedding.weight
     entry = next(layer for layer in plan.layers if layer.name == "lm_head")
     assert entry.tied_to == "model.embed_tokens"
     assert lowbit.plan(model, "int4").bytes_before == plan.bytes_after
     twin = copy.deepcopy(model)
-    assert twin.lm_head.packed is twin.model.embed_tokens.packed
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight
     assert torch.isfinite(logits(model)).all()
 
 
@@ -294,7 +293,7 @@ def test_gradients_reach_the_input_and_biases_but_no_weight():
     model(x).sum().backward()
     assert x.grad is not None
     assert model[0].bias.grad is not None
-    assert not model[0].packed.requires_grad
+    assert not model[0].weight.requires_grad
 
 
 def test_progress_counts_every_layer():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..ambient import own_random_numbers
 
@@ -23,7 +24,7 @@ def leave_inference_mode(model: nn.Module) -> None:
         places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for held in places:
             for name, tensor in held.items():
-                if tensor is not None and tensor.is_inference():
+                if tensor is not None and not is_lazy(tensor) and tensor.is_inference():
                     if id(tensor) not in made:
                         copy = tensor.detach().clone()
                         is_parameter = isinstance(tensor, nn.Parameter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from ..layers import layer_kind
 from ..linear import QLinear
 from ..packing import unpack
 from ..tensor import QTensor
-from ..weight import QuantizedModule
 from .header import Entry
 from .inventory import joined
 from .shards import FileSet
@@ -49,6 +48,7 @@ class Assembly:
         self._tensors: dict[str, Tensor] = {}
         self._packings: dict[str, tuple[int, int] | None] = {}
         self._as_parameters: dict[str, nn.Parameter] = {}
+        self._weights: dict[tuple[str, ...], QTensor] = {}
         self._shared = frozenset(self._header.aliases.values())
         self._inserted: dict[str, nn.Module] = {}
         for path, settings in self._header.inserted.items():
@@ -253,7 +253,7 @@ class Assembly:
             else:
                 self._model.get_submodule(parent)._modules[name] = replaced[key]
         for path, module, name, _ in self._parameters:
-            module._parameters[name] = nn.Parameter(self._weight(path), requires_grad=False)
+            module._parameters[name] = cast(nn.Parameter, self._weight(path))
         for slot in self._slots:
             if slot.is_buffer:
                 slot.module._buffers[slot.name] = self._tensor(slot.path)
@@ -264,9 +264,6 @@ class Assembly:
                 slot.module._buffers[slot.name] = slot.current.to(self._device)
         for module, name, slot in self._rebound:
             setattr(module, name, self._tensor(slot.path))
-        for module in replaced.values():
-            if isinstance(module, QuantizedModule):
-                module._settle()  # those that share a weight all have it now
         return root
 
     def _tensor(self, path: str) -> Tensor:
@@ -281,15 +278,20 @@ class Assembly:
         return self._as_parameters[stored]
 
     def _part(self, path: str) -> Tensor:
-        """A part that several weights read as their parameter; any other is handed over, for its layout may change."""
+        """A part, handed over unless another weight reads it too, for its layout may change."""
         stored = self._stored(path)
-        return self._parameter(path) if stored in self._shared else self._tensors.pop(stored)
+        return self._tensors[stored] if stored in self._shared else self._tensors.pop(stored)
 
     def _weight(self, path: str) -> QTensor:
+        """One object for all names that share every part."""
         entry = self._header.quantized[path]
-        found = {part: self._part(joined(path, part)) for part in entry.parts()}
-        parts = (found["packed"], found["scale"], found.get("zero_point"), found.get("outer"))
-        return QTensor(*parts, entry.scheme, entry.shape, entry.dtype)
+        stored = tuple(self._stored(joined(path, part)) for part in entry.parts())
+        if stored not in self._weights:
+            found = {part: self._part(joined(path, part)) for part in entry.parts()}
+            parts = (found["packed"], found["scale"], found.get("zero_point"), found.get("outer"))
+            weight = QTensor(*parts, entry.scheme, entry.shape, entry.dtype)
+            self._weights[stored] = cast(QTensor, nn.Parameter(weight, requires_grad=False))
+        return self._weights[stored]
 
     def _quantized(self, path: str, module: nn.Module) -> nn.Module:
         entry, weight = self._header.quantized[path], self._weight(path)

@@ -22,8 +22,6 @@ from .tensor_file import Spec, Stored, storable
 
 __all__ = ["Inventory", "joined"]
 
-_PARTS = ("packed", "scale", "zero_point", "outer")
-
 
 class _Item(NamedTuple):
     """A tensor to be stored. ``source``: the memory it is made from, by which two names are found to share it."""
@@ -77,7 +75,7 @@ class Inventory:
             entry = _module_entry(module)
             self.header.quantized[prefix] = entry
             yield from self._weight_items(prefix, module.weight, entry)
-            taken = _PARTS
+            taken = ("weight",)
         elif isinstance(module, QuantizedModule) or type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"{prefix or 'the model'}: a {type(module).__name__} has state of its own that no file can hold")
         for name, parameter in module._parameters.items():
@@ -119,9 +117,9 @@ def joined(prefix: str, name: str) -> str:
 def _module_entry(module: QLinear | QEmbedding) -> Entry:
     shape = tuple(module.weight.shape)
     if isinstance(module, QEmbedding):
-        return Entry("embedding", module.scheme, shape, module.weight_dtype)
+        return Entry("embedding", module.scheme, shape, module.weight.dtype)
     bias, input_scale = module.bias is not None, module.input_scale is not None
-    return Entry("linear", module.scheme, shape, module.weight_dtype, bias, module.activation, input_scale)
+    return Entry("linear", module.scheme, shape, module.weight.dtype, bias, module.activation, input_scale)
 
 
 def _part(weight: QTensor, part: str) -> Tensor:

@@ -57,7 +57,7 @@ def float_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the float model: transformers takes that of the first parameter, which may be a scale's."""
     for module in model.modules():
         if isinstance(module, QuantizedModule):
-            return module.weight_dtype
+            return module.weight.dtype
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 return parameter.dtype

@@ -46,10 +46,10 @@ class Pair:
     def compare(self, x: Tensor, wanted: Tensor) -> None:
         """Rows of inputs of the float layer, and what it made of them."""
         self.rows += len(x)
-        module, dtype = self.quantized, self.quantized.weight_dtype
-        given = x.to(module.packed.device)
+        module, dtype = self.quantized, self.quantized.weight.dtype
+        given = x.to(module.weight.device)
         given = given.to(dtype) if given.is_floating_point() else given
-        got, wanted = module(given).float(), wanted.to(module.packed.device).float()
+        got, wanted = module(given).float(), wanted.to(module.weight.device).float()
         if self.fresh is not None:
             self.own.add(wanted, got)
         if not given.is_floating_point():

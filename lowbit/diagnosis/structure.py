@@ -90,7 +90,7 @@ def parameters(quantized: nn.Module, original: nn.Module) -> Iterator[Finding]:
 
 def _held(layer: Layer) -> Tensor | None:
     parameters = layer.module._parameters
-    return parameters.get("packed" if isinstance(layer.module, QuantizedModule) else layer.attribute)
+    return parameters.get(layer.attribute)
 
 
 def _same(before: Tensor, after: Tensor) -> bool:

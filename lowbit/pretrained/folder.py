@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import WeightConverter
 
 from ..checkpoint.assembly import Assembly
-from ..checkpoint.header import Header
+from ..checkpoint.header import Entry, Header
 from ..checkpoint.inventory import joined
 from ..checkpoint.shards import FileSet, open_files
 from ..checkpoint.skeleton import float_dtype
 from ..checkpoint.tensor_file import CheckpointError
-from ..packing import unpack
 from ..weight import QuantizedModule
+from .parts import WeightParts
 from .ties import set_ties
 
 __all__ = ["Folder"]
@@ -39,7 +40,7 @@ class Folder:
     quantized parameters that are no module's.
     """
 
-    def __init__(self, model: Any, files: Sequence[str] | None) -> None:
+    def __init__(self, model: Any, files: Sequence[str] | None, device_map: Any = None) -> None:
         if not files:
             raise CheckpointError("a quantized model is loaded from a folder: give from_pretrained its path, and no state_dict")
         folder = Path(files[0]).parent
@@ -54,13 +55,15 @@ class Folder:
         self._as_stored = _stored_dtype(folder, self._header) in (None, model.config.dtype)
         if not self._as_stored:
             _cast(model, wanted, model.config.dtype)
-        self._packing = {
-            joined(path, part): packing
-            for path, entry in self._header.quantized.items()
-            for part, packing in entry.packing().items()
-        }
-        self._parts = {joined(path, part) for path, entry in self._header.quantized.items() for part in entry.parts()}
-        self._parts |= {joined(path, "input_scale") for path, entry in self._header.quantized.items() if entry.input_scale}
+        self._fixed = {joined(path, "input_scale") for path, entry in self._header.quantized.items() if entry.input_scale}
+        self._sizes = {joined(path, "weight"): _element_size(entry) for path, entry in self._header.quantized.items()}
+        self._on_disk = frozenset(path for path in self._header.quantized if _place(device_map, path) == "disk")
+        if self._on_disk:
+            warnings.warn(
+                f"{len(self._on_disk)} quantized layers are offloaded to disk, where they are dequantized floats of "
+                f"{model.config.dtype}: map them to a device or the cpu to keep them quantized",
+                stacklevel=2,
+            )
         self._prepare(model)
 
     def _stored(self, name: str) -> str:
@@ -71,29 +74,29 @@ class Folder:
         for module in model.modules():
             if isinstance(module, QuantizedModule):
                 module._is_hf_initialized = True
-        self._hook = model.register_state_dict_post_hook(_without_extra_state)
-        known = set(model.state_dict())
-        set_ties(model, {name: stored for name, stored in self._header.aliases.items() if name in known})
+        known, aliases = set(model.state_dict()), dict(self._header.aliases)
+        for path, entry in self._header.quantized.items():
+            home = aliases.get(joined(path, "packed"))
+            if home is not None and all(joined(path, part) in aliases for part in entry.parts()):
+                aliases[joined(path, "weight")] = joined(home.rpartition(".")[0], "weight")
+        set_ties(model, {name: stored for name, stored in aliases.items() if name in known})
         self._ignored = model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {
             rf"^{re.escape(name)}$" for name in (*self._header.nonpersistent, *self._buffers)
         }
 
     def conversions(self) -> list[WeightConverter]:
-        """Codes that the file packs are a byte each in memory."""
-        operation = _Unpack(self._packing)
-        return [WeightConverter(part, part, [operation]) for part in sorted({name.rpartition(".")[2] for name in self._packing})]
+        return [WeightParts(self._header.quantized, self._on_disk)]
 
-    def keeps(self, name: str) -> bool:
-        """Whether the tensor ``name`` keeps its dtype."""
-        return self._as_stored or name in self._parts or name in ("scale", "zero_point")
+    def keeps(self, converter: Any) -> bool:
+        """Whether the tensors that ``converter`` takes keep their dtype."""
+        return self._as_stored or isinstance(converter, WeightParts) or converter.target_patterns[0] in self._fixed
 
     def element_size(self, name: str) -> float | None:
-        return None  # the outline has the tensors' own dtypes
+        return self._sizes.get(name)
 
     def finish(self, model: Any) -> None:
         """Layouts for the device, buffers that no ``state_dict`` has, and the model's own ways again."""
-        self._hook.remove()
         if self._ignored is type(model)._keys_to_ignore_on_load_unexpected:
             del model._keys_to_ignore_on_load_unexpected
         else:
@@ -104,37 +107,23 @@ class Folder:
             module._buffers[leaf] = tensor.to(module._buffers[leaf].device)
         for module in model.modules():
             if isinstance(module, QuantizedModule):
-                for part in ("packed", "scale", "zero_point", "outer"):
-                    if (parameter := module._parameters.get(part)) is not None:
-                        parameter.requires_grad_(False)
-                if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-                    module._settle()
+                module._settle()
         if self._as_stored:
             model.config.dtype = float_dtype(model)
 
 
-class _Unpack(ConversionOps):
-    """Codes from the bytes of a file; ``packing`` has bits and codes in a row by the tensor's name."""
+def _place(device_map: Any, path: str) -> Any:
+    """Where ``device_map`` sends the module ``path``."""
+    if not isinstance(device_map, dict):
+        return device_map
+    while path and path not in device_map:
+        path = path.rpartition(".")[0]
+    return device_map.get(path)
 
-    def __init__(self, packing: dict[str, tuple[int, int]]) -> None:
-        self._packing = packing
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Unpack:  # transformers copies it for each tensor
-        return self
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        full_layer_name: str = "",
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        (found,) = input_dict.values()
-        tensor = found[0] if isinstance(found, list) else found
-        if full_layer_name in self._packing:
-            tensor = unpack(tensor, *self._packing[full_layer_name])
-        return {target_patterns[0]: tensor}
+def _element_size(entry: Entry) -> float:
+    """Bytes of a value of the weight."""
+    return entry.scheme.bits_per_weight(max(entry.shape[-1], 1)) / 8
 
 
 def _fill(model: nn.Module, files: FileSet) -> None:
@@ -186,9 +175,3 @@ def _cast(model: nn.Module, wanted: dict[str, torch.dtype], dtype: torch.dtype) 
             path = joined(prefix, name)
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = torch.empty_like(buffer, dtype=wanted[path])
-
-
-def _without_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """The scheme's spelling is no tensor of the files: their header has it."""
-    for name in [name for name in state if name.endswith("_extra_state")]:
-        del state[name]

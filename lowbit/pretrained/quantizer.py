@@ -71,7 +71,7 @@ class LowbitQuantizer(HfQuantizer):
         QTensor._is_hf_initialized = True  # type: ignore[attr-defined] # models fill with random numbers what is not marked so
         with torch.device("cpu"):  # all that is made here without a device would be made on the meta device
             if self.pre_quantized:
-                self._loading = Folder(model, checkpoint_files)
+                self._loading = Folder(model, checkpoint_files, device_map)
             else:
                 self._loading = Stream(model, self.quantization_config.recipe, device_map)
                 self.plan = self._loading.plan
@@ -86,7 +86,7 @@ class LowbitQuantizer(HfQuantizer):
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """No plan of transformers for dtypes reaches the parts of a quantized weight; see :meth:`Folder.keeps`."""
         found: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
-        return None if self._loading is not None and self._loading.keeps(converter.target_patterns[0]) else found
+        return None if self._loading is not None and self._loading.keeps(converter) else found
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes of an element, as it will be when it is quantized: what a device map is made from."""
@@ -125,13 +125,12 @@ class LowbitQuantizer(HfQuantizer):
 
 def attach(model: Any, plan: Plan | None = None) -> None:
     """Let ``model.save_pretrained`` write ``model``, one of transformers' that was quantized outside from_pretrained."""
-    from .ties import quantized_ties, set_ties
+    from .ties import keep_ties
 
     model.hf_quantizer = LowbitQuantizer(LowbitFolder(None if plan is None else plan.recipe))
     model.hf_quantizer.plan = plan
     model._weight_conversions = []
-    if getattr(model, "all_tied_weights_keys", None):
-        set_ties(model, quantized_ties(model))
+    keep_ties(model)
 
 
 def register(module: ModuleType) -> None:

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ..layers import Layer, tied_groups
 from ..planning import LayerPlan
 from ..quantize import planned, replace_layers
-from .ties import quantized_ties, set_ties, tie_outline
+from .ties import keep_ties, tie_outline
 
 __all__ = ["Stream"]
 
@@ -80,7 +80,7 @@ class Stream:
     def conversions(self) -> list[Any]:
         return []
 
-    def keeps(self, name: str) -> bool:
+    def keeps(self, converter: Any) -> bool:
         return False
 
     def element_size(self, name: str) -> float | None:
@@ -105,7 +105,7 @@ class Stream:
             bias = module._parameters.get("bias")
             if bias is not None and not bias.is_meta and not getattr(bias, "_is_hf_initialized", False):
                 nn.init.zeros_(bias)  # no file had it, and transformers left it to the module that is gone
-        set_ties(model, quantized_ties(model))
+        keep_ties(model)
         self._late, self._waiting = [], {}
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..weight import QuantizedModule
-
-__all__ = ["quantized_ties", "set_ties", "tie_outline"]
+__all__ = ["keep_ties", "set_ties", "tie_outline"]
 
 
 def tie_outline(model: Any) -> None:
@@ -20,20 +18,16 @@ def tie_outline(model: Any) -> None:
 def set_ties(model: Any, ties: dict[str, str]) -> None:
     """Make ``ties`` those of ``model``, now and when ``tie_weights()`` asks the model's class again."""
     model.all_tied_weights_keys = dict(ties)
-    if any(isinstance(model.get_submodule(name.rpartition(".")[0]), QuantizedModule) for name in ties):
-        # The class would name the float weights, which quantized modules do not have.
-        model._tied_weights_keys = {f"{re.escape(name)}$": f"{re.escape(stored)}$" for name, stored in ties.items()}
+    model._tied_weights_keys = {f"{re.escape(name)}$": f"{re.escape(stored)}$" for name, stored in ties.items()}
 
 
-def quantized_ties(model: Any) -> dict[str, str]:
-    """The ties of ``model``, with the parts of each weight that was quantized since."""
-    ties: dict[str, str] = {}
-    for name, stored in model.all_tied_weights_keys.items():
-        path, leaf = name.rpartition(".")[::2]
-        module = model.get_submodule(path)
-        if leaf == "weight" and isinstance(module, QuantizedModule):
-            home = stored.rpartition(".")[0]
-            ties.update({f"{path}.{part}": f"{home}.{part}" for part in module.weight._parts()})
-        else:
-            ties[name] = stored
-    return ties
+def keep_ties(model: Any) -> None:
+    """Make those ties of ``model`` its own that still hold: a layer of two may have been quantized by itself."""
+    ties = getattr(model, "all_tied_weights_keys", None)
+    if ties:
+        set_ties(model, {name: stored for name, stored in ties.items() if _found(model, name) is _found(model, stored)})
+
+
+def _found(model: Any, name: str) -> Any:
+    path, leaf = name.rpartition(".")[::2]
+    return getattr(model.get_submodule(path), leaf, None)

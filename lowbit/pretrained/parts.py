@@ -1,0 +1,66 @@
+"""The parts of a quantized weight in a file, put together as transformers reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from ..checkpoint.header import Entry
+from ..packing import unpack
+from ..tensor import QTensor
+
+__all__ = ["WeightParts"]
+
+_PARTS = ("packed", "scale", "zero_point", "outer")
+
+
+class WeightParts(WeightConverter):
+    """Tells transformers that the tensors ``NAME.packed``, ``NAME.scale`` ... of each quantized layer are one ``NAME.weight``.
+
+    ``entries``: what the header says of each layer, by its name. A pattern, which transformers would search for in every name,
+    could not tell a ``scale`` of a quantized layer from that of any other module. ``on_disk``: names of layers that a device map
+    sends to disk, where transformers and accelerate keep plain tensors alone: they become dequantized floats.
+    """
+
+    __slots__ = ("_entries", "_on_disk")
+
+    def __init__(self, entries: dict[str, Entry], on_disk: frozenset[str] = frozenset()) -> None:
+        super().__init__(list(_PARTS), "weight", [_Assembled(entries, on_disk)])
+        self._entries, self._on_disk = entries, on_disk
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightParts:  # transformers wants one for each weight
+        return WeightParts(self._entries, self._on_disk)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        path, _, part = source_key.rpartition(".")
+        if part not in _PARTS or path not in self._entries:
+            return source_key, None
+        self._was_used = True
+        return f"{path}.weight", part
+
+
+class _Assembled(ConversionOps):
+    def __init__(self, entries: dict[str, Entry], on_disk: frozenset[str]) -> None:
+        self._entries, self._on_disk = entries, on_disk
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        model: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The weight as a parameter, in the dtype of the model's outline."""
+        outline, path = model.get_parameter(full_layer_name), full_layer_name.rpartition(".")[0]
+        entry = self._entries[path]
+        parts, packing = dict.fromkeys(_PARTS), entry.packing()
+        for part, found in input_dict.items():
+            tensor = found[0] if isinstance(found, list) else found
+            parts[part] = unpack(tensor, *packing[part]) if part in packing else tensor
+        weight = QTensor(*parts.values(), entry.scheme, entry.shape, outline.dtype)
+        given = weight.dequantize() if path in self._on_disk else weight
+        return {target_patterns[0]: nn.Parameter(given, requires_grad=False)}
