@@ -20,6 +20,7 @@ from .planning import NO_PATTERN, FilterFn, LayerPlan, Plan, resolve
 from .recipe import Recipe
 from .replacement import Kept, Progress, Replacement
 from .rewrite import Rewrite
+from .weight import QuantizedModule
 
 __all__ = ["blockwise", "planned", "quantize_", "replace_layers", "rewrite_", "rewritten"]
 
@@ -68,10 +69,11 @@ def quantize_(
     """
     recipe = Recipe.of(what)
     carried = _carried_out(model, recipe, Replacement, calibration, filter_fn, device, keep_on_device, progress)
-    if is_pretrained(model):
-        from .pretrained.quantizer import attach
+    for module in model.modules():  # one of transformers' may stand within another library's, which saves by it
+        if is_pretrained(module) and any(isinstance(layer, QuantizedModule) for layer in module.modules()):
+            from .pretrained.quantizer import attach
 
-        attach(model, carried)
+            attach(module, carried)
     return carried
 
 

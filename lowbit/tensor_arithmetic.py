@@ -81,6 +81,15 @@ def _reinterpreted(q: QTensor, dtype: torch.dtype) -> Tensor:
     return q.dequantize().view(dtype)
 
 
+def _storage(q: Any) -> Any:
+    """What code that writes plain tensors to a file asks for first (safetensors, transformers, diffusers, accelerate)."""
+    raise RuntimeError(
+        f"a QTensor {tuple(q.shape)} of {q.spelling} has no storage that a file of plain tensors could hold: save the model with "
+        "lowbit.save (lowbit.load and transformers' from_pretrained read it), or quantize the whole model, whose save_pretrained "
+        "then writes it; torch.save takes its state_dict as it is"
+    )
+
+
 def _data_ptr(q: Any) -> int:
     """Where the codes lie: what tells ties apart from other weights."""
     return int(q.packed.data_ptr())
@@ -93,6 +102,7 @@ def _element_size(q: Any) -> float:
 
 FUNCTIONS[torch.Tensor.numpy] = _numpy
 FUNCTIONS[torch.Tensor.data_ptr] = _data_ptr
+FUNCTIONS[torch.Tensor.storage] = FUNCTIONS[torch.Tensor._typed_storage] = _storage
 FUNCTIONS[torch.Tensor.element_size] = _element_size
 FUNCTIONS[torch.Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
 FUNCTIONS[torch.Tensor.requires_grad_] = _requires_grad_
