@@ -4,17 +4,18 @@ before gave."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..ambient import default_device
-from ..checkpoint.skeleton import is_pretrained
 from ..environment import only_device
 from ..layers import layer_kind
+from .byproducts import fresh, without_byproducts
 from .data import Batch
+from .mutation import Witness
 from .nesting import leaves, rebuilt
 
 __all__ = ["Previous", "Stack", "Survey", "call", "children", "survey"]
@@ -64,13 +65,15 @@ class _Event:
     path: str
     sources: dict[int, int]  # from the event before, whatever that was
     shape: Any
+    witness: Witness
+    changed: str | None = None  # the kind of an argument that the block changed
 
 
 def survey(model: nn.Module, stacks: Iterable[str], batch: Batch, device: Any = None) -> Survey:
     """Run ``model`` once on ``batch`` and look at which of its ``stacks`` (:func:`lowbit.recipe.block_counts`) are chains.
 
-    A stack is one where blocks run once each, one behind the other, and where each reads a tensor, unchanged, that the one
-    before gave. ``notes`` say what the others do instead.
+    A stack is one where blocks run once each, one behind the other, where each reads a tensor, unchanged, that the one before
+    gave, and where none changes what it is called with. ``notes`` say what the others do instead.
     """
     candidates = {name: children(model, name) for name in stacks}
     homes = {path: name for name, children in candidates.items() for path in children}
@@ -79,7 +82,7 @@ def survey(model: nn.Module, stacks: Iterable[str], batch: Batch, device: Any = 
 
     def before(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            events.append(_Event(path, _sources((args, kwargs), last), None))
+            events.append(_Event(path, _sources((args, kwargs), last), None, Witness((args, kwargs))))
 
         return hook
 
@@ -88,6 +91,7 @@ def survey(model: nn.Module, stacks: Iterable[str], batch: Batch, device: Any = 
             event = next((event for event in reversed(events) if event.path == path), None)
             assert event is not None
             counter = iter(range(1 << 30))
+            event.changed = event.witness.changed()
             event.shape = rebuilt(output, lambda leaf: next(counter))
             last[:] = [(leaf, leaf._version if isinstance(leaf, Tensor) else None) for leaf in leaves(output)]
 
@@ -136,6 +140,9 @@ def _judged(candidates: dict[str, list[str]], homes: dict[str, str], events: lis
             why = "blocks between which others run"
         elif not all(event.sources for event in own[1:]):
             why = "a block that does not read what the one before gave"
+        elif any(event.changed for event in own):
+            kind = next(event.changed for event in own if event.changed)
+            why = f"a block that changes the {kind} that it is called with"
         if why:
             notes.append(f"{name or 'the model'} has {why}: its layers are calibrated together, in one run of the whole model")
             continue
@@ -155,27 +162,13 @@ def _first_tensor(event: _Event) -> dict[int, int]:
 
 
 def call(model: nn.Module, batch: Batch, device: Any = None) -> Any:
-    """``model`` on ``batch``, moved to ``device``, else to where all of the model is; without a cache of keys and values,
-    where it would keep one. A model whose parts are on several devices moves what it is given by itself."""
+    """``model`` on ``batch``, moved to ``device``, else to where all of the model is; without a cache of keys and values where
+    nobody asks for one, and without a loss (:mod:`~lowbit.calibration.byproducts`). A model whose parts are on several devices
+    moves what it is given by itself."""
     where = device or only_device(model)
 
     def moved(leaf: Any) -> Any:
-        return leaf.to(where) if where is not None and isinstance(leaf, Tensor) else leaf
+        return leaf.to(where) if where is not None and isinstance(leaf, Tensor) else fresh(leaf)
 
-    with _uncached(model), default_device(where):
+    with without_byproducts(model), default_device(where):
         return model(*rebuilt(batch.args, moved), **rebuilt(batch.kwargs, moved))
-
-
-@contextlib.contextmanager
-def _uncached(model: nn.Module) -> Iterator[None]:
-    configs: list[Any] = []
-    if is_pretrained(model):
-        config: Any = model.config
-        configs = [c for c in {id(c): c for c in (config, config.get_text_config())}.values() if getattr(c, "use_cache", False)]
-    for config in configs:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in configs:
-            config.use_cache = True

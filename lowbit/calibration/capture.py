@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Previous, Stack, call
+from .byproducts import fresh, is_cache
 from .data import Batch
 from .nesting import leaves, rebuilt
 
@@ -57,7 +58,7 @@ class Arguments:
 
         def leaf(what: Any) -> Any:
             found = given[what.index] if isinstance(what, Previous) else what
-            found = constants.get(found.key) if isinstance(found, _Constant) else found
+            found = constants.get(found.key) if isinstance(found, _Constant) else fresh(found)
             return found.to(device) if device is not None and isinstance(found, Tensor) else found
 
         args, kwargs = rebuilt(self.template, leaf)
@@ -77,6 +78,7 @@ def captured(
     blocks looks at.
     """
     calls: list[tuple[Any, Any]] = []
+    caches: dict[int, tuple[Any, Any]] = {}  # by identity, each with a copy of what it was when a block was first called
 
     def stand_in(i: int) -> Callable[..., Any]:
         sources = stack.sources[i]
@@ -84,6 +86,9 @@ def captured(
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             calls.append((args, kwargs))
+            for leaf in leaves((args, kwargs)):
+                if is_cache(leaf) and id(leaf) not in caches:
+                    caches[id(leaf)] = leaf, fresh(leaf)
             if i + 1 == len(stack.paths):
                 raise _Enough
             given = list(leaves((args, kwargs)))
@@ -96,6 +101,7 @@ def captured(
     modules = [model.get_submodule(path) for path in stack.paths]
     for batch in batches:
         calls.clear()
+        caches.clear()
         with contextlib.ExitStack() as restored:
             for i, module in enumerate(modules):
                 restored.callback(_restore, module, module.__dict__.get("forward"))
@@ -106,7 +112,8 @@ def captured(
             raise RuntimeError(f"{len(calls)} of the {len(modules)} blocks of {stack.paths[0].rpartition('.')[0]} ran")
         first = list(leaves(calls[0]))
         state = {index: _kept(first[place]) for place, index in stack.sources[0].items()}
-        yield state, [_template(arguments, stack.sources[i], constants) for i, arguments in enumerate(calls)]
+        copies = {key: copied for key, (_, copied) in caches.items()}
+        yield state, [_template(arguments, stack.sources[i], constants, copies) for i, arguments in enumerate(calls)]
 
 
 def _restore(module: nn.Module, forward: Any) -> None:
@@ -120,13 +127,13 @@ def _kept(what: Any) -> Any:
     return what.detach().cpu() if isinstance(what, Tensor) else what
 
 
-def _template(arguments: tuple[Any, Any], sources: dict[int, int], constants: Constants) -> Arguments:
+def _template(arguments: tuple[Any, Any], sources: dict[int, int], constants: Constants, caches: dict[int, Any]) -> Arguments:
     places = iter(range(1 << 30))
 
     def leaf(what: Any) -> Any:
         place = next(places)
         if place in sources:
             return Previous(sources[place])
-        return _Constant(constants.keep(what)) if isinstance(what, Tensor) else what
+        return _Constant(constants.keep(what)) if isinstance(what, Tensor) else caches.get(id(what), what)
 
     return Arguments(rebuilt(arguments, leaf))

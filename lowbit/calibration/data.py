@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class Calibration:
     Attributes:
         data: the path of a text file; a list of strings, each a row; token ids (a tensor [rows, length], or a list of lists
             or of tensors [length]); or an iterable of batches, such as a DataLoader: dicts are keyword arguments of the
-            model, tuples and lists positional ones, a tensor is the one argument.
+            model, tuples and lists positional ones, a tensor is the one argument. ``labels`` are passed on as everything else
+            is: some models make from them what their decoder reads.
         rows: how many rows to take; by default 128 of a text file, and all of anything else.
         length: tokens in a row of text; by default what tokenizer and model allow, 2,048 at most.
         tokenizer: for text; by default the one in the folder that the model was loaded from.
@@ -203,18 +205,23 @@ def _is_row(value: Any) -> bool:
 
 
 def _batch(what: Any, model: nn.Module) -> Batch:
-    pretrained = is_pretrained(model)
     if isinstance(what, Mapping):
         given = {str(key): _on_cpu(value) for key, value in what.items()}
-        if pretrained:
-            given.pop("labels", None)  # a loss is not asked for, and would cost the memory of all logits
+        if is_pretrained(model) and not _takes(model, "labels"):
+            given.pop("labels", None)  # of data that is meant for a head, given to a model without one
         return Batch((), given)
     if isinstance(what, Tensor):
-        ids = pretrained and not what.is_floating_point()
+        ids = is_pretrained(model) and not what.is_floating_point()
         return Batch((), {"input_ids": _on_cpu(what)}) if ids else Batch((_on_cpu(what),), {})
     if isinstance(what, (tuple, list)):
         return Batch(tuple(map(_on_cpu, what)), {})
     raise TypeError(f"a batch of calibration data is a dict, a tensor or a tuple of tensors, got {what!r:.80}")
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Whether ``model`` can be called with an argument of this name."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _on_cpu(value: Any) -> Any:
