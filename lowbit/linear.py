@@ -13,7 +13,8 @@ from .scales import choose
 from .scheme import Scheme
 from .tensor import QTensor
 from .tensor_products import Activation, product
-from .weight import QuantizedModule
+from .tensor_shards import sharded_product
+from .weight import QuantizedModule, local
 
 if TYPE_CHECKING:
     from .fusion import Fused
@@ -75,13 +76,13 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         except KeyError:  # a parametrization took one of them
             weight, bias, input_scale = self.weight, self.bias, self.input_scale
         if not isinstance(weight, QTensor):  # shards, or floats of somebody who swaps parameters
+            if self._rounds is not None and isinstance(local(weight), QTensor):
+                return sharded_product(x, weight, bias, self._rounds, input_scale)
             return F.linear(x if self.activation is None else self._rounded(x), weight, bias)
         return product(x, weight, bias, self._rounds, input_scale)
 
     def _rounded(self, x: Tensor) -> Tensor:
         """``x`` as products with a QTensor weight see it."""
-        if type(x) is not Tensor:
-            raise TypeError(f"a {type(x).__name__} cannot be rounded to {self.activation}: only a weight of this process can")
         assert self.activation is not None
         rows, scheme = x.float(), self.activation
         scales = choose(rows, scheme)

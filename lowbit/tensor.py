@@ -16,7 +16,7 @@ from lowbit_kernels.ops import call_for
 from lowbit_kernels.registry import preferred_layout
 from lowbit_kernels.shortcut import Shortcuts
 
-from . import autocast, pickling  # noqa: F401 - autocast registers the operators' rules for it
+from . import autocast, pickling, sharding  # noqa: F401 - autocast registers the operators' rules for it
 from .grid import Scales
 from .packing import pack_unchecked, unpack
 from .scheme import Scheme
@@ -54,6 +54,7 @@ class QTensor(torch.Tensor):
         scheme: the :class:`~lowbit.scheme.Scheme`.
         byte_layout: name of the arrangement of the bytes; ``"canonical"`` in every file and pickle.
         transposed: whether this tensor is the transpose of what is stored (``w.t()``).
+        flat: whether its shape is one dimension of all values (``w.view(-1)``).
         readers: the operators that modules read this weight with, each with the scheme that x is rounded to. Where there are
             any, :meth:`settle_` keeps the bytes in the layout that those operators' kernels read on the weight's device,
         keeps_layout: unless somebody asked for a layout by :meth:`to_layout`.
@@ -71,6 +72,7 @@ class QTensor(torch.Tensor):
     spelling: str
     byte_layout: str
     transposed: bool
+    flat: bool
     _stored_shape: tuple[int, ...]
     readers: frozenset[tuple[str, Scheme | None]]
     keeps_layout: bool
@@ -93,14 +95,18 @@ class QTensor(torch.Tensor):
         dtype: torch.dtype = torch.bfloat16,
         layout: str = "canonical",
         transposed: bool = False,
+        flat: bool = False,
     ) -> QTensor:
         outward = (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
         strides = _strides(shape, transposed)
+        if flat:
+            outward, strides = (math.prod(shape),), (1,)
         self = torch.Tensor._make_wrapper_subclass(
             cls, outward, strides=strides, dtype=dtype, device=packed.device, requires_grad=False
         )
         self.packed, self.scale, self.zero_point, self._outer = packed, scale, zero_point, outer
         self.scheme, self.byte_layout, self.transposed, self._stored_shape = scheme, layout, transposed, tuple(shape)
+        self.flat = flat
         self.spelling = str(scheme)  # which a compiler can look at
         self._shortcuts = Shortcuts()
         self.readers, self.keeps_layout, self._trains = frozenset(), False, False
@@ -146,7 +152,7 @@ class QTensor(torch.Tensor):
         outer = None if self.outer is None else _one_lead(self.outer, 0)
         k = self._stored_shape[-1]
         dense = torch.ops.lowbit.dequantize(packed, scale, zero, outer, str(self.scheme), layout, k, dtype or self.dtype)
-        dense = dense.reshape(self._stored_shape)
+        dense = dense.reshape(self.shape if self.flat else self._stored_shape)
         return dense.transpose(-1, -2) if self.transposed else dense
 
     def codes(self) -> Tensor:
@@ -235,7 +241,7 @@ class QTensor(torch.Tensor):
         """Become ``other``, whose parts this tensor holds from now on: what shared the old parts keeps them."""
         self.packed, self.scale, self.zero_point, self._outer = other.packed, other.scale, other.zero_point, other.outer
         self.scheme, self.spelling, self.byte_layout = other.scheme, other.spelling, other.byte_layout
-        self.transposed, self._stored_shape = other.transposed, other._stored_shape
+        self.transposed, self.flat, self._stored_shape = other.transposed, other.flat, other._stored_shape
         self._shortcuts, self._copies, self._shared, self._write_back = Shortcuts(), Copies(), other._shared, None
 
     def _fill(self, other: QTensor) -> None:
@@ -258,12 +264,13 @@ class QTensor(torch.Tensor):
 
     def _apply_to_parts(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QTensor:
         parts = {name: fn(part) for name, part in self._parts().items()}
-        made = _assemble(parts, self.scheme, self._stored_shape, dtype or self.dtype, self.byte_layout, self.transposed)
+        how = (dtype or self.dtype, self.byte_layout, self.transposed, self.flat)
+        made = _assemble(parts, self.scheme, self._stored_shape, *how)
         made.readers, made.keeps_layout = self.readers, self.keeps_layout
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        context = (str(self.scheme), self._stored_shape, self.dtype, self.byte_layout, self.transposed)
+        context = (str(self.scheme), self._stored_shape, self.dtype, self.byte_layout, self.transposed, self.flat)
         return list(self._parts()), context
 
     @staticmethod
@@ -272,6 +279,8 @@ class QTensor(torch.Tensor):
         return _assemble(parts, Scheme.parse(scheme), shape, *rest)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.flat:
+            raise TypeError("w.view(-1) of a QTensor w cannot be pickled: pickle w")
         plain = self.canonical()
         parts = (plain.packed, plain.scale, plain.zero_point, plain.outer)
         is_parameter, readers = isinstance(self, torch.nn.Parameter), pickling.spelled(self.readers)
@@ -293,6 +302,20 @@ class QTensor(torch.Tensor):
             f"QTensor({tuple(self.shape)}, {self.scheme}, {self.bits_per_weight:.3f} bits a weight, "
             f"dtype={self.dtype}, device={self.device}{turned})"
         )
+
+    # ---- fully_shard ------------------------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What torch.distributed.fsdp.fully_shard gathers of each process's rows, and what it hands to the other side."""
+        return sharding.pre_all_gather(self, mesh, outer_size)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """The weight that the gathered parts are, and the tensors that it lies in."""
+        return sharding.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     def pin_memory(self, device: Any = None) -> QTensor:
         """A copy in page-locked memory."""
@@ -324,10 +347,10 @@ class QTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from .tensor_arithmetic import ATEN, on_values
+        from .tensor_arithmetic import ATEN, OF_ANY_SHAPE, on_values, quantized
 
         kwargs = kwargs or {}
-        if func not in ATEN:
+        if func not in ATEN or (func not in OF_ANY_SHAPE and any(q.flat for q in quantized(args))):
             result = func.decompose(*args, **kwargs)  # inference mode leaves composite operators whole
             return on_values(func, args, kwargs) if result is NotImplemented else result
         if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
@@ -380,7 +403,13 @@ def _one_lead(part: Tensor, keep: int) -> Tensor:
 
 
 def _assemble(
-    parts: dict[str, Tensor], scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, layout: str, transposed: bool
+    parts: dict[str, Tensor],
+    scheme: Scheme,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: str,
+    transposed: bool,
+    flat: bool = False,
 ) -> QTensor:
     zero_point, outer = parts.get("zero_point"), parts.get("outer")
-    return QTensor(parts["packed"], parts["scale"], zero_point, outer, scheme, shape, dtype, layout, transposed)
+    return QTensor(parts["packed"], parts["scale"], zero_point, outer, scheme, shape, dtype, layout, transposed, flat)

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from . import tensor_writes  # noqa: F401 - defines copy_
+from . import tensor_shards, tensor_writes  # noqa: F401 - define operators
 from .tensor import QTensor
 from .tensor_ops import _on
 from .tensor_products import ATEN, FUNCTIONS
 from .tensor_writes import become, write
 
-__all__ = ["ATEN", "FUNCTIONS", "on_values"]
+__all__ = ["ATEN", "FUNCTIONS", "OF_ANY_SHAPE", "on_values", "quantized"]
+
+aten = torch.ops.aten
+OF_ANY_SHAPE = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default})
 
 
 def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -26,10 +29,10 @@ def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"{func} is not defined for a QTensor: call .dequantize() first")
     written: list[tuple[QTensor, Tensor]] = []
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    dense = {id(q): q.dequantize() for value in named.values() for q in _quantized(value)}
+    dense = {id(q): q.dequantize() for value in named.values() for q in quantized(value)}
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += [(q, dense[id(q)]) for q in _quantized(named.get(argument.name))]
+            written += [(q, dense[id(q)]) for q in quantized(named.get(argument.name))]
     given, options = tree_map_only(QTensor, lambda q: dense[id(q)], (args, kwargs))
     result = func(*given, **options)
     originals = {id(values): q for q, values in written}
@@ -38,10 +41,11 @@ def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map_only(Tensor, lambda y: originals.get(id(y), y), result)
 
 
-def _quantized(value: Any) -> list[QTensor]:
+def quantized(value: Any) -> list[QTensor]:
+    """The QTensors in an argument of an operator."""
     if isinstance(value, QTensor):
         return [value]
-    return [item for item in value if isinstance(item, QTensor)] if isinstance(value, (list, tuple)) else []
+    return [q for item in value for q in quantized(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _set_data(q: Tensor, value: Tensor) -> Any:
@@ -76,7 +80,7 @@ def _numpy(q: Any, *args: Any, **kwargs: Any) -> Any:
     return q.dequantize().numpy(*args, **kwargs)
 
 
-@_on(ATEN, torch.ops.aten.view.dtype)
+@_on(ATEN, aten.view.dtype)
 def _reinterpreted(q: QTensor, dtype: torch.dtype) -> Tensor:
     return q.dequantize().view(dtype)
 

@@ -113,6 +113,9 @@ def _t(q: QTensor) -> QTensor:
 @_on(ATEN, aten.view.default, aten._unsafe_view.default, aten.expand.default)
 def _same_shape(q: QTensor, size: Sequence[int], *, implicit: bool = False) -> QTensor:
     # A product of batches asks for these even where nothing changes.
+    if not q.transposed and len(size) == 1 < q.dim() and size[0] in (-1, q.numel()):
+        how = (q.scheme, q._stored_shape, q.dtype, q.byte_layout, False, True)
+        return _over(q, QTensor(q.packed, q.scale, q.zero_point, q.outer, *how))
     if len(size) != q.dim() or any(want not in (-1, got) for want, got in zip(size, q.shape, strict=True)):
         raise ValueError(f"a QTensor keeps its shape {tuple(q.shape)}, got {tuple(size)}: dequantize first")
     return _alias(q)
@@ -250,7 +253,9 @@ def _write_k(q: QTensor, start: int, stop: int, new: QTensor) -> None:
             part[..., columns].copy_(piece)
 
 
-def _slice_k(q: QTensor, start: int, stop: int, step: int) -> QTensor:
+def _slice_k(q: QTensor, start: int, stop: int, step: int, group_size: int | None = None) -> QTensor:
+    """Columns ``start`` to ``stop`` of the canonical ``q``, with a scale for each ``group_size`` columns, which divides the group
+    size of ``q``; by default for as many as ``start`` allows."""
     k, scheme, group = q._stored_shape[-1], q.scheme, q.scheme.group_size
     align = 8 // min(plane_widths(scheme.bits))
     if start == stop:  # nothing lies on the bounds of every byte
@@ -269,7 +274,7 @@ def _slice_k(q: QTensor, start: int, stop: int, step: int) -> QTensor:
     ]
     packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
     # A slice that starts inside a group keeps its scales by repeating them for a group size that divides both.
-    finer = group if group == -1 else math.gcd(group, start)
+    finer = group if group == -1 else math.gcd(group, start) if group_size is None else group_size
 
     def along(scales: Tensor) -> Tensor:
         if start == stop:
@@ -330,7 +335,7 @@ def _split(q: QTensor, size: int, dim: int = 0) -> tuple[QTensor, ...]:
     length = q.shape[dim]
     if size < 0 or (size == 0 and length):
         raise ValueError(f"split needs pieces of at least 1, got {size}")
-    return tuple(_slice(q, dim, start, start + size) for start in range(0, max(length, 1), max(size, 1)))
+    return _pieces(q, dim, [(start, min(start + size, length)) for start in range(0, max(length, 1), max(size, 1))])
 
 
 @_on(ATEN, aten.split_with_sizes.default)
@@ -338,7 +343,16 @@ def _split_with_sizes(q: QTensor, sizes: Sequence[int], dim: int = 0) -> tuple[Q
     if min(sizes, default=0) < 0 or sum(sizes) != q.shape[dim]:
         raise ValueError(f"split sizes must add up to {q.shape[dim]}, got {list(sizes)}")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return tuple(_slice(q, dim, start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return _pieces(q, dim, [(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+
+
+def _pieces(q: QTensor, dim: int, ranges: list[tuple[int, int]]) -> tuple[QTensor, ...]:
+    """``q`` cut along ``dim``. Pieces of columns that cut groups have one scheme, so that processes can share them."""
+    group, stored = q.scheme.group_size, _stored_dim(q, dim)
+    if stored < len(q._stored_shape) - 1 or group == -1 or all(start % group == 0 for start, _ in ranges):
+        return tuple(_slice(q, dim, start, stop) for start, stop in ranges)
+    finer = math.gcd(group, *(start for start, _ in ranges))
+    return tuple(_slice_k(q.canonical(), start, stop, 1, finer) for start, stop in ranges)
 
 
 def _same_kind(tensors: Sequence[Tensor], what: str) -> list[QTensor]:

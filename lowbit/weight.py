@@ -11,7 +11,7 @@ from .packing import unpack
 from .scheme import Scheme
 from .tensor import QTensor, _assemble
 
-__all__ = ["QuantizedModule"]
+__all__ = ["QuantizedModule", "local"]
 
 _PARTS = ("packed", "scale", "zero_point", "outer")
 
@@ -39,7 +39,11 @@ class QuantizedModule(nn.Module):
         if not isinstance(weight, nn.Parameter):
             weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("weight", weight)
-        self._settle()
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        super().register_parameter(name, param)
+        if name == "weight":
+            self._settle()
 
     @property
     def _operator(self) -> str:
@@ -48,15 +52,14 @@ class QuantizedModule(nn.Module):
 
     def _settle(self) -> None:
         """Let the weight lie as this module's kernels read it."""
-        weight = self.__dict__.get("_parameters", {}).get("weight")
+        weight = local(self.__dict__.get("_parameters", {}).get("weight"))
         if isinstance(weight, QTensor):
             weight.read_by(self._operator, self.activation)
 
     @property
     def scheme(self) -> Scheme:
         """The scheme of the weight."""
-        weight: Any = self.weight
-        return getattr(weight, "_local_tensor", weight).scheme
+        return local(self.weight).scheme
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and isinstance(value, Tensor):
@@ -119,9 +122,13 @@ class QuantizedModule(nn.Module):
         return _assemble(parts, scheme, (n, k), held.dtype, "canonical", False)
 
     def _quantization_repr(self) -> str:
-        weight: Any = self.weight
-        weight = getattr(weight, "_local_tensor", weight)
+        weight = local(self.weight)
         return f"{weight.spelling}, bits_per_weight={weight.bits_per_weight:.3f}" if isinstance(weight, QTensor) else "no QTensor"
+
+
+def local(weight: Any) -> Any:
+    """What this process holds of ``weight``, which may be the shards of a DTensor."""
+    return getattr(weight, "_local_tensor", weight)
 
 
 _STORED = frozenset({*_PARTS, "_extra_state"})

@@ -1,0 +1,121 @@
+"""What sharding asks of a QTensor: room for some rows, and collectives, which move its parts one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lowbit_kernels.layouts import LAYOUTS
+
+from .tensor import QTensor
+from .tensor_ops import ATEN, _alias, _on, _rebuilt
+from .tensor_products import Activation, product
+
+__all__ = ["sharded_product"]
+
+aten = torch.ops.aten
+
+
+@_on(ATEN, aten.new_zeros.default)
+def _new_zeros(q: QTensor, size: Sequence[int], **options: Any) -> Tensor:
+    """A QTensor of as many columns, of which codes and scales are 0 and ``outer`` is that of ``q``; floats of any other size."""
+    if len(size) != 2 or q.dim() != 2 or q.transposed or size[1] != q.shape[1] or options.get("dtype") not in (None, q.dtype):
+        return torch.zeros(size, **{"dtype": q.dtype, "device": q.device, **options})
+    like = q if size[0] % LAYOUTS[q.byte_layout].rows == 0 else q.canonical()
+    device = options.get("device")
+    parts = {
+        name: part.to(device) if name == "outer" else part.new_zeros((size[0], *part.shape[1:]), device=device)
+        for name, part in like._parts().items()
+    }
+    return _rebuilt(q, parts, (size[0], size[1]), layout=like.byte_layout)
+
+
+@_on(ATEN, aten.as_strided.default)
+def _as_strided(q: QTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> QTensor:
+    if tuple(size) != tuple(q.shape) or tuple(stride) != tuple(q.stride()) or storage_offset:
+        raise ValueError(f"a QTensor keeps its shape {tuple(q.shape)}, got {tuple(size)} with strides {tuple(stride)}")
+    return _alias(q)
+
+
+@_on(ATEN, aten.constant_pad_nd.default)
+def _padded(q: QTensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    if any(pad):
+        raise ValueError(
+            f"a QTensor {tuple(q.shape)} of {q.spelling} cannot be padded by {list(pad)}: its rows and columns have to "
+            "divide evenly among the processes; leave this layer whole, or dequantize it"
+        )
+    return _alias(q)
+
+
+# ---- products ----------------------------------------------------------------------------------------------------
+
+
+def sharded_product(x: Any, weight: Any, bias: Any, activation: Activation, input_scale: Tensor | None) -> Any:
+    """``x`` rounded to ``activation`` times a DTensor ``weight`` whose rows are shared by processes: each multiplies its own.
+
+    Raises ``ValueError`` where processes share columns: a token's scale is that of all its columns.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = weight.placements
+    if any(not (placement.is_shard(0) or placement.is_replicate()) for placement in placements):
+        raise ValueError(
+            f"x is rounded to {activation.spelling} with a scale for all columns of a token, and the weight's columns are shared "
+            f"by processes ({placements}): shard this layer by rows (ColwiseParallel), or quantize it for float activations"
+        )
+    mesh, whole = weight.device_mesh, [Replicate()] * len(placements)
+    x = x.redistribute(mesh, whole).to_local() if isinstance(x, DTensor) else x
+    bias = bias.redistribute(mesh, placements).to_local() if isinstance(bias, DTensor) else bias
+    y = product(x, weight.to_local(), bias, activation, input_scale)
+    found = [Shard(y.dim() - 1) if placement.is_shard() else placement for placement in placements]
+    return DTensor.from_local(y, mesh, found, run_check=False)
+
+
+# ---- collectives -------------------------------------------------------------------------------------------------
+
+
+def _by_parts(func: Any) -> Any:
+    """A collective whose first argument lists the tensors of this process: run for each part, with the parts of all others."""
+
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        names = list(_found(args)[0]._parts())
+        result: Any = None
+        for name in names:
+            sent: dict[int, Tensor] = {id(q): q._parts()[name].contiguous() for q in _found(args)}
+            result = func(*tree_map_only(QTensor, partial(_given, sent), args), **kwargs)
+            written = [(q._parts()[name], sent[id(q)]) for q in _found(args[:1])]
+            apart = any(part is not whole for part, whole in written)
+            if name != names[-1] or apart:
+                _work(result).wait()
+            for part, whole in written if apart else ():
+                part.copy_(whole)
+        for q in _found(args[:1]):
+            q._wrote()
+        return (args[0], result[1]) if isinstance(result, tuple) else result
+
+    return collective
+
+
+def _given(sent: dict[int, Tensor], q: QTensor) -> Tensor:
+    return sent[id(q)]
+
+
+def _found(value: Any) -> list[QTensor]:
+    if isinstance(value, QTensor):
+        return [value]
+    return [q for item in value for q in _found(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _work(result: Any) -> Any:
+    return result[1] if isinstance(result, tuple) else result
+
+
+if torch.distributed.is_available():
+    for _name in ("broadcast_", "scatter_", "allgather_", "gather_", "send", "recv_"):
+        _func = getattr(torch.ops.c10d, _name).default
+        ATEN[_func] = _by_parts(_func)
