@@ -223,7 +223,7 @@ def test_demo(
         (2, ["eval", "MODEL", "--device", "abacus"], "device 'abacus' cannot be used here"),
         (2, ["eval", "MODEL", "--report", "MATERIAL/absent/report.json"], "absent is no folder that takes files"),
         (2, ["eval", "MODEL", "--report", "MATERIAL"], "is a folder"),
-        (1, ["plan", "./absent"], "no folder ./absent"),
+        (2, ["plan", "./absent"], "no folder ./absent"),
         (2, ["plan", "MODEL", "-r", "absent.yaml"], "cannot be read"),
         (1, ["inspect", "MODEL"], "not written by lowbit.save"),
         (1, ["inspect", "MATERIAL/text.txt"], "text.txt"),

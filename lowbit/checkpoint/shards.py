@@ -91,7 +91,8 @@ def weight_files(folder: Path, wanted: str) -> dict[str, set[str]]:
     raise CheckpointError(f"{folder}: holds neither {SINGLE} nor {INDEX}: give {wanted}")
 
 
-def read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path, suffix: str = "safetensors") -> dict[str, str]:
+    """Which file each tensor is in. Raises :class:`CheckpointError` for names that are no plain ones of such files."""
     try:
         if path.stat().st_size > _MAX_INDEX:
             raise CheckpointError(f"{path}: is larger than any index ({_MAX_INDEX} bytes)")
@@ -103,9 +104,9 @@ def read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: needs a weight_map of tensors to files")
     for name, home in places.items():
         # A name with a folder in it could point anywhere on the machine.
-        if not isinstance(home, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", home):
+        if not isinstance(home, str) or not re.fullmatch(rf"[A-Za-z0-9_][A-Za-z0-9_.-]*\.{suffix}", home):
             raise CheckpointError(
-                f"{path}: tensor {name}: the file must be a plain *.safetensors name in this folder, got {home!r:.80}"
+                f"{path}: tensor {name}: the file must be a plain *.{suffix} name in this folder, got {home!r:.80}"
             )
     return places
 

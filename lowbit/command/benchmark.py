@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
-from .model_source import load_model, parse_recipe, quiet_transformers
+from .model_source import check_model, checked_kind, load_model, parse_recipe
 
 bench = typer.Typer(help="Measure speed and memory against the machine's own limits.", no_args_is_help=True)
 
@@ -124,6 +124,7 @@ def generate(
 
     from lowbit.evals import generate as measuring
     from lowbit.evals.results import origin, write_result
+    from lowbit.evals.shapes import SHAPES
     from lowbit.recipe import parted
 
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -131,12 +132,15 @@ def generate(
     names = [name for name in parted(recipes) if name]
     for name in [*names, *([] if head == "recipe" else [head])]:
         parse_recipe(name)
-    quiet_transformers()
+    kind = None
+    if model not in SHAPES:
+        check_model(model, floats=bool(names))
+        kind = checked_kind(model)  # or each recipe would fail for itself
     with bar() as progress:
         done = iter(range(len(names) + 1))
         measured = measuring.measure(
             model, names, device, prompt=prompt, context=context, steps=steps, repeats=repeats, compiled=compiled, fused=fused,
-            plain=plain, head=None if head == "recipe" else head, load=lambda source, where: load_model(source, str(where)),
+            plain=plain, head=None if head == "recipe" else head, load=lambda source, where: load_model(source, str(where), kind),
             progress=lambda what: progress(what, next(done), len(names) + 1),
             keep=None if out is None else lambda found: write_result(out, found),
         )  # fmt: skip

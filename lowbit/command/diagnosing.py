@@ -8,7 +8,7 @@ import typer
 
 from .calibrating import CalibrationOption, LengthOption, RowsOption, check_calibration, read_calibration
 from .console import JsonOption, ReportOption, bar, print_json, write_report
-from .model_source import DeviceOption, is_quantized, load_model
+from .model_source import DeviceOption, check_model, is_quantized, load_model
 
 
 def doctor(
@@ -30,10 +30,10 @@ def doctor(
     Without --calibration FILE the weights alone are looked at.
     """
     check_calibration([], calibration)
+    check_model(quantized, floats=False)
     if not is_quantized(quantized):
         raise typer.BadParameter(f"{quantized} is no folder that lowbit quantize wrote: give the quantized model first")
-    if is_quantized(model):
-        raise typer.BadParameter(f"{model} is quantized too: give the float model second")
+    check_model(model)
     import lowbit
 
     with bar() as progress:

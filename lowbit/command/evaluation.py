@@ -11,7 +11,7 @@ import typer
 
 from .calibrating import CalibrationOption, LengthOption, RowsOption, check_calibration, read_calibration
 from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
-from .model_source import DeviceOption, is_quantized, load_model, load_tokenizer, parse_recipe
+from .model_source import DeviceOption, check_model, checked_kind, load_model, load_tokenizer, parse_recipe
 from .reporting import check_folder, write_folder
 
 _PERPLEXITY = "perplexity"
@@ -68,8 +68,7 @@ def evaluate(
     from lowbit.evals import demo, evaluation, gemv
 
     source = str(evaluation.TOY) if model is None else model
-    if wanted and is_quantized(source):
-        raise typer.BadParameter(f"{source} is quantized already: give its float model, or --recipes ''")
+    check_model(source, floats=bool(wanted))
     boxed = model is None
     if _PERPLEXITY in asked and text is None and not boxed:
         raise typer.BadParameter("perplexity needs a text: give one with --text FILE, or leave perplexity out of --tasks")
@@ -82,9 +81,9 @@ def evaluate(
             tasks=[name for name in asked if name != _PERPLEXITY],
             limit=limit, shots=shots, context=context, stride=stride, chunks=chunks, batch=batch_size, compared=divergence,
         )  # fmt: skip
-        tokenizer = load_tokenizer(source)
+        tokenizer, kind = load_tokenizer(source), checked_kind(source)
         outcomes = evaluation.compare(
-            lambda: convert(load_model(source)), tokenizer, wanted, material,
+            lambda: convert(load_model(source, kind=kind)), tokenizer, wanted, material,
             calibration=read_calibration(source, calibration, rows, length), files=out is not None, speed=speed, device=device,
             cache=None if out is None else out / "cache", harness=None if out is None else out / "lm-eval", progress=progress,
         )  # fmt: skip

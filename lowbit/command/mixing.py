@@ -10,7 +10,7 @@ import typer
 
 from .calibrating import CalibrationOption, LengthOption, RowsOption, check_calibration, read_calibration
 from .console import JsonOption, ReportOption, bar, note, print_json, write_report
-from .model_source import DeviceOption, is_quantized, load_model, parse_recipe, split
+from .model_source import DeviceOption, check_model, load_model, parse_recipe, split
 
 
 def sensitivity(
@@ -34,8 +34,7 @@ def sensitivity(
     if calibration is None:
         raise typer.BadParameter("sensitivity runs the model on a text: give one with --calibration FILE")
     check_calibration(wanted, calibration)
-    if is_quantized(model):
-        raise typer.BadParameter(f"{model} is quantized already: give its float model")
+    check_model(model)
     import lowbit
 
     with bar() as progress:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .console import JsonOption, print_json
-from .model_source import DeviceOption, outline, parse_recipe
+from .model_source import DeviceOption, check_model, outline, parse_recipe
 
 
 def plan(
@@ -18,6 +18,7 @@ def plan(
 ) -> None:
     """Show what quantizing would do to each layer, and which kernels will run. Reads no weights."""
     what = parse_recipe(recipe)
+    check_model(model)
     import torch
 
     import lowbit

@@ -13,7 +13,7 @@ import typer
 
 from .calibrating import CalibrationOption, LengthOption, RowsOption, check_calibration, read_calibration
 from .console import JsonOption, bar, note, print_json
-from .model_source import DeviceOption, is_quantized, load_model, load_tokenizer, parse_recipe
+from .model_source import DeviceOption, check_model, is_quantized, load_model, load_tokenizer, mistakes, parse_recipe
 
 if TYPE_CHECKING:
     from lowbit import Calibration, Recipe
@@ -43,10 +43,9 @@ def quantize(
     Under torchrun the processes share the work.
     """
     what = parse_recipe(recipe)
+    check_model(model)
     _check_output(output, model)
     check_calibration([what], calibration)
-    if is_quantized(model):
-        raise typer.BadParameter(f"{model} is quantized already: give its float model")
     streamed = max_memory is not None or resume is not None
     if streamed and (calibration is None or not Path(model).is_dir()):
         raise typer.BadParameter("--max-memory and --resume take a model in a folder, and --calibration FILE")
@@ -60,9 +59,10 @@ def quantize(
         if streamed:
             from lowbit import quantize_folder
 
-            carried = quantize_folder(
-                model, output, what, calibration=data, max_memory=max_memory, resume=resume, device=device, progress=told
-            )
+            with mistakes():
+                carried = quantize_folder(
+                    model, output, what, calibration=data, max_memory=max_memory, resume=resume, device=device, progress=told
+                )
         else:
             carried = _in_memory(model, output, what, data, device, told, progress, first)
     if not first:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
-from .model_source import outline, parse_recipe
+from .model_source import check_model, outline, parse_recipe
 
 
 def tune(
@@ -61,4 +61,7 @@ def _outline(model: str) -> Any:
     """``model`` without its numbers; shapes that lowbit knows by name need no files."""
     from lowbit.evals.shapes import SHAPES, outlined
 
-    return outlined(model) if model in SHAPES else outline(model)
+    if model in SHAPES:
+        return outlined(model)
+    check_model(model)
+    return outline(model)

@@ -73,7 +73,7 @@ class LowbitQuantizer(HfQuantizer):
             if self.pre_quantized:
                 self._loading = Folder(model, checkpoint_files, device_map)
             else:
-                self._loading = Stream(model, self.quantization_config.recipe, device_map)
+                self._loading = Stream(model, self.quantization_config.recipe, device_map, checkpoint_files)
                 self.plan = self._loading.plan
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
@@ -96,6 +96,7 @@ class LowbitQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._loading is not None
         self._loading.finish(model)
+        self.plan = getattr(self._loading, "plan", None)  # layers that no file has stay as they are
         self._loading = None
         model._weight_conversions = []  # saved under the names that the header has
         return model

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +14,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ..layers import Layer, tied_groups
 from ..planning import LayerPlan
 from ..quantize import planned, replace_layers
+from ..recipe import block_counts
+from .float_folder import check_codes, check_load
+from .loading_report import Report, unheard, watched
 from .ties import keep_ties, tie_outline
 
 __all__ = ["Stream"]
+
+NEW = "new in this model, with random numbers: no file has its weights"
 
 
 class Stream:
@@ -24,17 +31,21 @@ class Stream:
     there and then, and its float module goes. Weights that several layers read wait until :meth:`finish`, when they are
     tied, and so do those that no file had.
 
-    Raises ``ValueError`` for a recipe that matches nothing, and while loading for a weight with NaN or infinity.
+    A layer that no file has, because it is new in this class of model (a head for classification), stays float. Raises
+    ``ValueError`` for a recipe that matches nothing, for files that are quantized already, and while loading for a weight with
+    NaN or infinity; :class:`~lowbit.CheckpointError` with the names for tensors that the ``files`` lack or have otherwise.
     """
 
-    def __init__(self, model: Any, recipe: Any, device_map: Any) -> None:
+    def __init__(self, model: Any, recipe: Any, device_map: Any, files: Sequence[str] | None = None) -> None:
         if recipe is None:
             raise ValueError("quantization_config says nothing of how to quantize: give lowbit.Config with a recipe")
         if recipe.rewrites:
             name = recipe.rewrites[0].name
             raise ValueError(f"{name} rewrites a model that is loaded, and this one only arrives: load it, then call quantize_")
+        if files:
+            check_codes(files, model)
         tie_outline(model)  # a plan has to see the ties
-        self._model = model
+        self._model, self._files = model, files
         self.plan, layers = planned(model, recipe, None, _device(device_map))
         shared = {i for group in tied_groups(layers) for i in group}
         self._waiting: dict[int, tuple[LayerPlan, Layer]] = {}
@@ -48,7 +59,17 @@ class Stream:
                 self._waiting[id(layer.module)] = entry, layer
         self._bytes = {f"{e.name}.weight": e.bits_per_weight / 8 for e in self.plan.changed}
         self._streamed: list[nn.Module] = []
+        self._absent: frozenset[str] | None = None
         self._listen()
+        self._kind = type(model)
+        model.__class__ = watched(self._kind, self._told)
+
+    def _told(self, model: Any, report: Report) -> None:
+        try:
+            self._absent = check_load(report, model, self._files)
+        except BaseException:
+            self._deaf()
+            raise
 
     def _listen(self) -> None:
         listener = weakref.ref(self)
@@ -89,6 +110,10 @@ class Stream:
     def finish(self, model: Any) -> None:
         """Quantize what had to wait, and hand the hooks of dispatched layers on."""
         self._deaf()
+        model.__class__ = self._kind
+        if self._absent is None and self._files:
+            raise unheard()
+        self._leave_new_ones()
         late = [*self._late, *self._waiting.values()]
         hooks = [(entry.names, _taken_hook(layer.module)) for entry, layer in late]
         for entry, layer in late:
@@ -107,6 +132,27 @@ class Stream:
                 nn.init.zeros_(bias)  # no file had it, and transformers left it to the module that is gone
         keep_ties(model)
         self._late, self._waiting = [], {}
+
+    def _leave_new_ones(self) -> None:
+        """What no file has is random: a layer of it stays as it is, unless the recipe names it."""
+        entries = list(self.plan.layers)
+        counts = block_counts(name for entry in entries for name in entry.names)
+        for key, (entry, layer) in list(self._waiting.items()):
+            if layer.weight.is_meta or not any(f"{name}.weight" in (self._absent or ()) for name in entry.names):
+                continue
+            rule = self.plan.recipe.rule_for(entry.names, counts)
+            if rule is not None and not rule.catch_all:
+                raise ValueError(
+                    f"{entry.name} has random numbers, because no file has its weights, and pattern {rule} would quantize them: "
+                    "train it first, or leave it out of the recipe"
+                )
+            left = replace(
+                entry, target=None, reason=NEW, bytes_after=entry.bytes_before, bits_per_weight=8.0 * layer.weight.element_size(),
+                kernels={}, refusals={}, layout="canonical",
+            )  # fmt: skip
+            entries[entries.index(entry)] = left
+            del self._waiting[key]
+        self.plan = replace(self.plan, layers=tuple(entries))
 
 
 def _device(device_map: Any) -> torch.device:

@@ -32,7 +32,7 @@ from ..replacement import Progress, Replacement
 from .budget import room_for_statistics
 from .heap import large_tensors_mapped
 from .residence import OnDisk
-from .source import Source, identity, open_source, opened
+from .source import Source, identity, open_source, opened, untie
 from .workspace import DiskStates, Workspace
 
 __all__ = ["quantize_folder"]
@@ -78,9 +78,12 @@ def quantize_folder(
     stands outside of blocks is there only while a batch comes in or, where the recipe names it, is quantized. Where that is
     more than ``max_memory``, batches run through a block several times, for some of its Gram matrices each (in one process
     and without rewrites). Raises ``ValueError`` where not even one fits beside the rest, before any work; for what
-    :func:`lowbit.quantize_` refuses; and for a ``resume`` folder of another job. Raises :class:`~lowbit.CheckpointError` for
-    files that cannot be read.
+    :func:`lowbit.quantize_` refuses; for a model that is quantized already; and for a ``resume`` folder of another job. Raises
+    :class:`~lowbit.CheckpointError` for files that cannot be read, and with the names for tensors that they lack, that are not
+    the model's, or that have another shape.
     """
+    from ..pretrained.float_folder import check_float, check_folder
+
     folder, recipe = Path(source), Recipe.of(what)
     if Path(output).exists() and folder.exists() and Path(output).samefile(folder):
         raise ValueError(f"output {output} is the model itself: give another folder")
@@ -88,7 +91,11 @@ def quantize_folder(
     if whole is not None:
         raise ValueError(f"{whole} rewrites the whole model, which is never in memory here: load it, then call quantize_")
     where = None if device is None else usable_device(device)
+    check_float(folder)
     model: Any = built(folder, real_buffers=True)
+    remarks = check_folder(folder, model)
+    with opened(folder) as found:
+        untie(model, found)
     model.name_or_path = str(folder)  # where its tokenizer is
     carried, layers = planned(model, recipe, None, where or torch.device("cpu"), has_data=True)
     batches = Calibration.of(calibration).batches(model)
@@ -110,7 +117,7 @@ def quantize_folder(
                 finished = Inventory(model, partial(_tensor, model, files, workspace))
                 extras = partial(_extras, model, folder)
                 write_files(Path(output), finished.tensors, finished.header, max_shard_bytes, extras)
-    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(calibrator.notes))
+    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=(*remarks, *calibrator.notes))
 
 
 def _tensor(model: nn.Module, files: Source, workspace: Workspace, name: str) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -20,7 +21,7 @@ from ..calibration.ranks import Ranks
 from ..checkpoint.shards import weight_files
 from ..checkpoint.tensor_file import CheckpointError, Spec, Stored, TensorFile, write_tensor_file
 
-__all__ = ["Source", "identity", "open_source", "opened"]
+__all__ = ["Source", "identity", "open_source", "opened", "untie"]
 
 _ALONE = "the tensor that this file is named after"
 
@@ -48,13 +49,24 @@ class Source:
             self._find(name)  # one that no file has is the model's own
 
     def _find(self, name: str) -> bool:
-        spellings = [name, name.removeprefix(self._prefix), self._prefix + name, self._ties.get(name, name)]
-        tied = self._ties.get(name)
-        spellings += [] if tied is None else [tied.removeprefix(self._prefix), self._prefix + tied]
-        found = next((spelling for spelling in spellings if spelling in self._home), None)
+        """Any of the names that are tied to ``name`` will do, as in transformers."""
+        root = self._ties.get(name, name)
+        tied = [root, *(other for other, stored in self._ties.items() if stored == root)]
+        found = next((home for home in map(self._own, (name, *tied)) if home is not None), None)
         if found is not None:
             self._stored[name] = found
         return found is not None
+
+    def _own(self, name: str) -> str | None:
+        """The name by which the files hold what the model calls ``name``; None where they have no tensor of its own for it."""
+        return next((n for n in (name, name.removeprefix(self._prefix), self._prefix + name) if n in self._home), None)
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether the files hold different tensors for two names."""
+        ours, theirs = self._own(name), self._own(other)
+        if ours is None or theirs is None or ours == theirs:
+            return False
+        return not torch.equal(*(file.read(stored) for file, stored in (self._home[ours], self._home[theirs])))
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -94,6 +106,18 @@ def opened(folder: Path) -> Iterator[list[TensorFile]]:
     """The safetensors files in ``folder``, open for as long as the block lasts."""
     with contextlib.ExitStack() as stack:
         yield [_opened(folder / name, stack) for name in weight_files(folder, "the folder of a float model")]
+
+
+def untie(model: Any, files: list[TensorFile]) -> None:
+    """Part weights of ``model``, an outline, that its class ties and of which the files hold different ones, as transformers
+    does when it loads them."""
+    source, ties = Source(model, files), getattr(model, "all_tied_weights_keys", None) or {}
+    for name, stored in list(ties.items()):
+        if source.differ(name, stored):
+            path, _, leaf = name.rpartition(".")
+            parameter = model.get_parameter(name)
+            model.get_submodule(path)._parameters[leaf] = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            del ties[name]
 
 
 @contextlib.contextmanager
