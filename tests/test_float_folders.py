@@ -423,7 +423,7 @@ def test_a_plan_without_weights_says_so(whole, tmp_path, capsys):
     shutil.copy(whole / "config.json", tmp_path / "config.json")
     assert run(["plan", str(tmp_path)]) == 0
     assert capsys.readouterr().err == f"lowbit: {tmp_path} holds no weights: told from its config.json alone\n"
-    assert "holds no weights" in refusal("quantize", tmp_path, whole, tmp_path / "out", capsys)[1]
+    assert "holds neither model.safetensors nor" in refusal("quantize", tmp_path, whole, tmp_path / "out", capsys)[1]
 
 
 def test_a_loader_that_tells_nothing(whole, monkeypatch):

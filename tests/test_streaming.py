@@ -373,8 +373,31 @@ def test_folders_that_will_not_do(tmp_path):
     index = source / "model.safetensors"
     renamed = {name.replace("up_proj", "lift"): t for name, t in _tensors(index).items()}
     _write(index, renamed)
-    with pytest.raises(CheckpointError, match=r"no tensor for model\.layers\.0\.mlp\.up_proj\.weight and 1 more"):
+    with pytest.raises(
+        CheckpointError, match=r"missing from the files: model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1\."
+    ):
         quantize_folder(source, tmp_path / "out", "int4", calibration=IDS)
+
+
+@pytest.mark.parametrize("held", ["the embedding", "the head", "both alike", "both different"])
+def test_tied_weights_by_any_of_their_names(held, tmp_path):
+    source = tmp_path / "in"
+    llama().save_pretrained(source)
+    tensors = _tensors(source / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    if held != "the embedding":
+        tensors["lm_head.weight"] = embedding * 2 if held == "both different" else embedding.clone()
+    if held == "the head":
+        del tensors["model.embed_tokens.weight"]
+    _write(source / "model.safetensors", tensors)
+    recipe = {"*embed_tokens": "int8", "lm_head": "int8", "*": "int4"}
+    in_memory(source, tmp_path / "memory", recipe, IDS)
+    quantize_folder(source, tmp_path / "disk", recipe, calibration=IDS)
+    assert stored(tmp_path / "disk") == stored(tmp_path / "memory")
+    model = lowbit.load(tmp_path / "disk")
+    assert torch.equal(model.lm_head.weight.dequantize(), model.model.embed_tokens.weight.dequantize()) == (
+        held != "both different"
+    )
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
