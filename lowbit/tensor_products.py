@@ -98,11 +98,12 @@ def _without_dispatcher(
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, QTensor) or isinstance(input, QTensor):
         return NotImplemented
-    if weight.dim() > 2:
+    dims = len(weight._stored_shape)  # torch's own attributes of a subclass take longer than a small product
+    if dims > 2:
         raise ValueError(f"linear takes a weight [N, K], got {tuple(weight.shape)}: index it, or use bmm")
-    if weight.transposed:
+    if weight.transposed or weight.flat:
         return torch.nn.functional.linear(input, weight.dequantize(input.dtype), bias)
-    if weight.dim() < 2:
+    if dims < 2:
         return product(input, _as_matrix(weight), bias)[..., 0]
     return product(input, weight, bias)
 
