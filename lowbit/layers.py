@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .inserted import PreparedLinear
+from .equivalence import computes
+from .extras import held_elsewhere, lost, quantized_names
+from .inserted import Inserted, PreparedLinear, RMSNorm
 from .tensor import QTensor
 from .weight import QuantizedModule
 
-__all__ = ["Layer", "find_layers", "has_own_forward", "layer_kind", "replace_module", "tied_groups"]
+__all__ = ["Layer", "find_layers", "has_own_forward", "layer_kind", "replace_module", "replacement_loses", "tied_groups"]
 
 _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
 
@@ -55,7 +57,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    head = _output_embeddings(model)
+    head, held = _output_embeddings(model), held_elsewhere(model)
     layers: list[Layer] = []
     for module, found in names.items():
         kind = layer_kind(module)
@@ -63,18 +65,25 @@ def find_layers(model: nn.Module) -> list[Layer]:
             layers += _other_weights(module, found)
         else:
             is_head = kind == "linear" and (module is head or found[0].rpartition(".")[2] in _HEAD_NAMES)
-            layers.append(Layer(tuple(found), module, kind, _obstacle(module, kind, found[0]), is_head))
+            obstacle = _obstacle(module, kind, found[0]) or held.get(module)
+            layers.append(Layer(tuple(found), module, kind, obstacle, is_head))
+            layers += _other_weights(module, found)
     return layers
 
 
 def _other_weights(module: nn.Module, names: list[str]) -> Iterator[Layer]:
-    """The parameters of two or more dimensions of a module that is no layer: what nothing here quantizes."""
-    if isinstance(module, ParametrizationList):
-        return  # the layer that it belongs to says so
+    """The parameters of two or more dimensions beside a layer's weight: what nothing here quantizes."""
+    if isinstance(module, (ParametrizationList, QuantizedModule)):
+        return  # of the first the layer that it belongs to speaks
+    is_layer = layer_kind(module) is not None
     for leaf, parameter in module._parameters.items():
         if parameter is None or is_lazy(parameter) or parameter.dim() < 2 or not parameter.is_floating_point():
             continue
-        if isinstance(parameter, QTensor):
+        if is_layer and leaf == "weight":
+            continue
+        if is_layer:
+            obstacle = f"a parameter of {type(module).__name__} beside its weight"
+        elif isinstance(parameter, QTensor):
             obstacle = f"quantized already ({parameter.scheme})"
         else:
             obstacle = f"a parameter of {type(module).__name__}, which is no linear layer, Conv1D or embedding"
@@ -106,9 +115,36 @@ def layer_kind(module: nn.Module) -> str | None:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether the layer ``module`` (:func:`layer_kind`) computes something other than layers of its kind do."""
-    base = {"linear": nn.Linear, "embedding": nn.Embedding, "conv1d": _conv1d()}[layer_kind(module) or "linear"]
+    kind = layer_kind(module)
+    assert kind is not None
+    if type(module).forward is _base(kind).forward:
+        return False
+    return isinstance(module, (QuantizedModule, PreparedLinear)) or not computes(module, kind)
+
+
+def replacement_loses(module: nn.Module) -> str | None:
+    """What the layer ``module`` is or has that a quantized one in its place would not; or a norm, and an
+    :class:`~lowbit.inserted.RMSNorm`; or an inserted module, and another of its kind. None where that is nothing."""
+    kind = layer_kind(module)
+    if isinstance(module, Inserted) and kind is None:
+        return lost(module, {*module._parameters, *module._buffers, *module._modules}, ())
+    if kind is None:
+        return lost(module, module._parameters, set(dir(RMSNorm(0.0))) - {"eps"})
+    known, base = {"weight"} if kind == "embedding" else {"weight", "bias"}, _base(kind)
+    taken = quantized_names(kind == "embedding")
+    if isinstance(module, PreparedLinear):
+        return lost(module, known | {"transform"}, taken, same=("bias", "transform"))
+    if isinstance(module, QuantizedModule):
+        return lost(module, taken, ())
+    if found := lost(module, known, taken, base, same=("bias",)):
+        return found
+    return f"{type(module).__name__} computes something of its own" if has_own_forward(module) else None
+
+
+def _base(kind: str) -> type[nn.Module]:
+    base = {"linear": nn.Linear, "embedding": nn.Embedding, "conv1d": _conv1d()}[kind]
     assert base is not None
-    return type(module).forward is not base.forward
+    return base
 
 
 def _output_embeddings(model: nn.Module) -> nn.Module | None:
@@ -128,8 +164,6 @@ def _obstacle(module: nn.Module, kind: str, name: str) -> str | None:
         return "it is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight without calling it"
-    if not isinstance(module, PreparedLinear) and has_own_forward(module):
-        return f"{type(module).__name__} computes something of its own"
     if "weight" not in module._parameters:
         return "its weight is not a plain parameter (parametrized?)"
     weight = module._parameters["weight"]
@@ -143,10 +177,7 @@ def _obstacle(module: nn.Module, kind: str, name: str) -> str | None:
         return "its weight is empty"
     if getattr(module, "max_norm", None) is not None:
         return "max_norm changes the weight as it is used"
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) or "forward" in module.__dict__:
-        return "it carries hooks, which a replacement would lose: remove them, and add them again behind quantize_"
-    return None
+    return replacement_loses(module)
 
 
 def tied_groups(layers: list[Layer]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .algorithms import ROUNDERS
 from .embedding import QEmbedding
+from .extras import hand_over
 from .layers import Layer, replace_module
 from .linear import QLinear
 from .planning import LayerPlan
@@ -218,4 +219,5 @@ def _module(layer: Layer, weight: QTensor, target: Target, input_scale: Tensor |
         bias = layer.module._parameters.get("bias")
         scale = None if input_scale is None else input_scale.to(weight.device)
         module = QLinear(weight, bias, target.activation, scale, layer.module._modules.get("transform"))
-    return module.train(layer.module.training)
+    hand_over(layer.module, module)
+    return module

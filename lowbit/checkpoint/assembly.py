@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..embedding import QEmbedding
+from ..extras import hand_over
 from ..inserted import INSERTED
-from ..layers import layer_kind
+from ..layers import layer_kind, replacement_loses
 from ..linear import QLinear
 from ..packing import unpack
 from ..tensor import QTensor
@@ -44,7 +45,7 @@ class Assembly:
         self._parameters: list[tuple[str, nn.Module, str, Tensor]] = []  # quantized ones
         self._slots: list[_Slot] = []
         self._kept: list[_Slot] = []
-        self._rebound: list[tuple[nn.Module, str, _Slot]] = []
+        self._rebound: list[tuple[str, str, _Slot]] = []
         self._tensors: dict[str, Tensor] = {}
         self._packings: dict[str, tuple[int, int] | None] = {}
         self._as_parameters: dict[str, nn.Parameter] = {}
@@ -70,9 +71,16 @@ class Assembly:
             self._refuse(path, f"must be one of {', '.join(INSERTED)}, got {kind!r:.40}")
         try:
             home = self._inserted.get(parent) or self._model.get_submodule(parent)
-            self._inserted[path] = INSERTED[kind].outline(given, home._modules.get(leaf)).train(home.training)
+            old = home._modules.get(leaf)
+            self._inserted[path] = made = INSERTED[kind].outline(given, old)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             self._refuse(path, f"is a {kind} with {given!r:.120} in the file, which cannot stand in the model ({error!s:.120})")
+        if old is None:
+            made.train(home.training)
+        elif loses := replacement_loses(old):
+            self._refuse(path, f"is a {kind} in the file, and cannot be replaced in the model: {loses}")
+        else:
+            hand_over(old, made)
 
     def _visit(self, prefix: str, module: nn.Module) -> None:
         entry = self._header.quantized.get(prefix)
@@ -130,6 +138,8 @@ class Assembly:
             self._refuse(prefix, f"is a quantized {entry.kind} in the file and a {type(module).__name__} in the model")
         if shape != entry.shape:
             self._refuse(prefix, f"is [N, K] = {list(entry.shape)} in the file and {list(shape)} in the model")
+        if loses := replacement_loses(module):
+            self._refuse(prefix, f"is quantized in the file, and cannot be replaced in the model: {loses}")
         self._need_parts(prefix, entry)
         if entry.bias:
             self._need(joined(prefix, "bias"), Spec(entry.dtype, entry.shape[:1]), any_dtype=True)
@@ -181,15 +191,14 @@ class Assembly:
         """Tensors that are neither parameters nor buffers have no place in a file; on the meta device they have no numbers."""
         slots = {id(slot.current): slot for slot in self._slots}
         inside = tuple(f"{prefix}." for prefix, _ in self._swaps)
-        swapped = {prefix for prefix, _ in self._swaps}
         for prefix, module in self._model.named_modules():
-            if prefix in swapped or prefix.startswith(inside):
+            if prefix.startswith(inside):
                 continue
             for name, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     if id(value) not in slots:
                         self._refuse(joined(prefix, name), "is a plain tensor on the meta device: give a model with its numbers")
-                    self._rebound.append((module, name, slots[id(value)]))
+                    self._rebound.append((prefix, name, slots[id(value)]))
 
     def _stored(self, path: str) -> str:
         return self._header.aliases.get(path, path)
@@ -262,8 +271,8 @@ class Assembly:
         for slot in self._kept:
             if self._device is not None:
                 slot.module._buffers[slot.name] = slot.current.to(self._device)
-        for module, name, slot in self._rebound:
-            setattr(module, name, self._tensor(slot.path))
+        for path, name, slot in self._rebound:
+            setattr(root.get_submodule(path), name, self._tensor(slot.path))
         return root
 
     def _tensor(self, path: str) -> Tensor:
@@ -295,11 +304,15 @@ class Assembly:
 
     def _quantized(self, path: str, module: nn.Module) -> nn.Module:
         entry, weight = self._header.quantized[path], self._weight(path)
+        made: nn.Module
         if entry.kind == "embedding":
-            return QEmbedding(weight, getattr(module, "padding_idx", None))
-        bias = self._parameter(joined(path, "bias"), _wants_grad(module)) if entry.bias else None
-        input_scale = self._tensor(joined(path, "input_scale")) if entry.input_scale else None
-        return QLinear(weight, bias, entry.activation, input_scale, self._transform(path, module))
+            made = QEmbedding(weight, getattr(module, "padding_idx", None))
+        else:
+            bias = self._parameter(joined(path, "bias"), _wants_grad(module)) if entry.bias else None
+            input_scale = self._tensor(joined(path, "input_scale")) if entry.input_scale else None
+            made = QLinear(weight, bias, entry.activation, input_scale, self._transform(path, module))
+        hand_over(module, made)
+        return made
 
 
 def _wants_grad(module: nn.Module) -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.skeleton import is_pretrained
+from ..extras import hand_over
 from ..inserted import PreparedLinear, RMSNorm
-from ..layers import layer_kind, replace_module
+from ..layers import layer_kind, replace_module, replacement_loses
 from .hadamard import Rotation
 from .stream import Stream
 from .turns import Turn, Turns
@@ -44,6 +45,7 @@ class Folding:
                 self._turns[name, "weight"].append(Turn(inputs, self._online[name], False))
         self._turns = {place: todo for place, todo in self._turns.items() if todo}
         self._check_parameters()
+        self._check_replaced()
         self._groups = self._grouped()
 
     def _columns(self, name: str) -> int:
@@ -76,6 +78,17 @@ class Folding:
                 raise ValueError(
                     f"{name}.{leaf} is no plain float parameter: rotate the model before anything else is done to it"
                 )
+
+    def _check_replaced(self) -> None:
+        """Modules that others take the place of must carry nothing that would be lost."""
+        norms = [name for name, norm in self._stream.norms.items() if norm.centres]
+        for name in (*norms, *self._online, *(name for name in self._biases if not self._has_bias(name))):
+            why = replacement_loses(self._model.get_submodule(name))
+            if why is not None:
+                raise ValueError(f"rotation puts another module in the place of {name}, and cannot: {why}")
+
+    def _has_bias(self, name: str) -> bool:
+        return self._model.get_submodule(name)._parameters.get("bias") is not None
 
     def _grouped(self) -> list[list[_Place]]:
         """The places that share a parameter and are turned alike, by parameter; those turned otherwise than the first apart."""
@@ -154,17 +167,17 @@ class Folding:
     def _add_biases(self) -> Iterator[str]:
         for name in self._biases:
             module: Any = self._model.get_submodule(name)
-            if module._parameters.get("bias") is not None:
+            if self._has_bias(name):
                 continue
             bias = nn.Parameter(module.weight.new_zeros(len(self._biases[name])), module.weight.requires_grad)
-            replace_module(self._model, self._paths(module), PreparedLinear(module.weight, bias).train(module.training))
+            self._replace(module, PreparedLinear(module.weight, bias))
             yield f"{name} has a bias now, that of {self._stream.readers[name]}"
 
     def _strip_norms(self) -> Iterator[str]:
         replaced = [name for name, norm in self._stream.norms.items() if norm.centres]
         for norm in self._stream.norms.values():
             if norm.centres:
-                replace_module(self._model, self._paths(norm.module), RMSNorm(norm.eps).train(norm.module.training))
+                self._replace(norm.module, RMSNorm(norm.eps))
             else:
                 norm.strip()
         if replaced:
@@ -181,14 +194,15 @@ class Folding:
             else:
                 weight = module.weight
             transform = rotation.module().to(weight.device)
-            made = PreparedLinear(weight, module._parameters.get("bias"), transform).train(module.training)
-            replace_module(self._model, self._paths(module), made)
+            self._replace(module, PreparedLinear(weight, module._parameters.get("bias"), transform))
         for orders in sorted({str(rotation) for rotation in self._online.values()}):
             count = sum(str(rotation) == orders for rotation in self._online.values())
             yield f"{count} down projections turn what they read, as it comes, by {orders}"
 
-    def _paths(self, module: nn.Module) -> tuple[str, ...]:
-        return tuple(name for name, found in self._model.named_modules(remove_duplicate=False) if found is module)
+    def _replace(self, old: nn.Module, new: nn.Module) -> None:
+        hand_over(old, new)
+        names = (name for name, found in self._model.named_modules(remove_duplicate=False) if found is old)
+        replace_module(self._model, tuple(names), new)
 
 
 def _forget_ties(model: Any, names: list[str]) -> None:

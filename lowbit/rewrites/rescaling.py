@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..extras import hand_over
 from ..inserted import Multiply, PreparedLinear
 from ..layers import Layer, layer_kind, replace_module
 from ..planning import LayerPlan
@@ -204,7 +205,8 @@ class Rescaler:
             earlier = old._modules.get("transform")
             if isinstance(earlier, Multiply):  # another rewrite's
                 factor = earlier.get_buffer("factor") * factor
-            layer.module = PreparedLinear(weight, old._parameters.get("bias"), Multiply(factor)).train(old.training)
+            layer.module = PreparedLinear(weight, old._parameters.get("bias"), Multiply(factor))
+            hand_over(old, layer.module)
             layer.kind = layer_kind(layer.module) or layer.kind
             replace_module(self._model, layer.names, layer.module)
         return 1 / (1 / divisor).float().double()

@@ -1,0 +1,138 @@
+"""What a module carries beyond its weight and bias: what goes over to the one that takes its place, and what would be lost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .embedding import QEmbedding
+from .linear import QLinear
+from .scheme import Scheme
+from .tensor import QTensor
+from .weight import QuantizedModule
+
+__all__ = ["SETTINGS", "attributes", "hand_over", "held_elsewhere", "lost", "quantized_names"]
+
+SETTINGS = frozenset({
+    "in_features", "out_features", "nf", "nx",
+    "num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
+})  # fmt: skip
+"""The attributes of nn.Linear, Conv1D and nn.Embedding, which layers that take their place have too."""
+
+_MODULE = frozenset(vars(nn.Module()))  # what torch keeps in every module
+_HOOKS = tuple(name for name in sorted(_MODULE) if name.endswith("_hooks"))
+
+
+class _Empty(nn.Module):
+    """A class that adds nothing."""
+
+    field: int
+
+
+# Of a class's own names: what Python writes into every class, what makes a float layer, and what prints it.
+_NOTHING = frozenset(vars(_Empty)) | {
+    "__init__", "__annotations__", "__constants__", "__orig_bases__", "__parameters__", "forward", "reset_parameters",
+    "extra_repr", "__repr__",
+}  # fmt: skip
+
+
+def lost(
+    module: nn.Module,
+    known: Collection[str],
+    taken: Collection[str],
+    base: type[nn.Module] | None = None,
+    same: Collection[str] = (),
+) -> str | None:
+    """What another module in the place of ``module`` would not have, as a sentence; None where that is nothing.
+
+    ``known``: parameters, buffers and modules that the other one has, and ``same`` those of them that are the same objects;
+    ``taken``: names that it needs for itself; ``base``: the class whose methods it has, where methods may be called from outside.
+    What ``forward`` computes is another question (:func:`lowbit.equivalence.computes`).
+    """
+    held = [("parameter", [*module._parameters]), ("buffer", [*module._buffers]), ("module", [*module._modules])]
+    found = [f"the {what} {name}" for what, names in held for name in names if name not in known]
+    found += _bound(module, taken)
+    others = [parameter for name, parameter in module._parameters.items() if parameter is not None and name not in same]
+    if "forward" in vars(module) or any(vars(module)[name] for name in _HOOKS) or any(map(_is_hooked, others)):
+        found.append("hooks")
+    if found:
+        behind = ": remove them, and add them again behind quantize_" if found == ["hooks"] else ""
+        return f"it carries {_listed(found)}, which a replacement would lose{behind}"
+    added = [] if base is None else sorted(_added(type(module), base))
+    if base is not None and added:
+        return f"{type(module).__name__} adds {_listed(added)} to {base.__name__}, which a replacement would lose"
+    return None
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """The plain attributes of ``module``: no parameters, buffers, modules, hooks, nor what a quantized layer is made of."""
+    own = quantized_names(isinstance(module, nn.Embedding)) if isinstance(module, QuantizedModule) else ()
+    return {name: value for name, value in vars(module).items() if name not in _MODULE and name not in own}
+
+
+def hand_over(old: nn.Module, new: nn.Module) -> None:
+    """Give ``new``, which takes the place of ``old``, its mode and its attributes. :func:`lost` says what stays behind."""
+    new.train(old.training)
+    vars(new).update({name: value for name, value in attributes(old).items() if name not in vars(new) or name in SETTINGS})
+
+
+def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules that plain attributes of others hold too, where torch does not see them, and a sentence on it: nothing that takes
+    their place would come there."""
+    held: dict[nn.Module, str] = {}
+    for prefix, module in model.named_modules():
+        for name, value in attributes(module).items():
+            several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+            for each in (value, *several):
+                found = each.__self__ if isinstance(each, MethodType) else each
+                if isinstance(found, nn.Module) and found is not module:
+                    home = f"{prefix}.{name}" if prefix else name
+                    held.setdefault(found, f"the attribute {home} holds it too, and would go on holding the float layer")
+    return held
+
+
+@functools.cache
+def quantized_names(is_embedding: bool) -> frozenset[str]:
+    """Every name that a quantized layer, or a quantized embedding, has something under."""
+    packed, scale = torch.zeros(1, 1, dtype=torch.uint8, device="cpu"), torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    weight = QTensor(packed, scale, None, None, Scheme("int8", scale="fp32"), (1, 1))
+    return frozenset(dir(QEmbedding(weight) if is_embedding else QLinear(weight)))
+
+
+def _bound(module: nn.Module, taken: Collection[str]) -> Iterator[str]:
+    """Attributes that the other module has for itself, or that would go on reading the old weight."""
+    weight = module._parameters.get("weight")
+    for name, value in attributes(module).items():
+        if name == "forward":
+            continue  # told as a hook
+        if name in taken and name not in SETTINGS:
+            yield f"the attribute {name}, a name that the other layer needs"
+        elif isinstance(value, MethodType) and value.__self__ is module:
+            yield f"the attribute {name}, a method of its own"
+        elif isinstance(value, Tensor) and weight is not None and _share_memory(value, weight):
+            yield f"the attribute {name}, which lies in the memory of its weight"
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    if "meta" in (a.device.type, b.device.type) or torch.strided not in (a.layout, b.layout):
+        return a is b
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _is_hooked(parameter: Tensor) -> bool:
+    """Whether something waits for gradients of ``parameter``, which a quantized weight has not."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _added(kind: type, base: type) -> set[str]:
+    """The names that the classes between ``kind`` and ``base`` bring."""
+    return {name for cls in kind.__mro__ if cls not in base.__mro__ for name in vars(cls) if name not in _NOTHING}
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
