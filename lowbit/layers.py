@@ -26,16 +26,16 @@ _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
 class Layer:
     """A module with a weight [N, K] that could be quantized, under every name that it has in the model.
 
-    ``obstacle`` says why it cannot be; ``head`` marks the output projection of a language model. Weights that no such
-    module holds (experts in one tensor, convolutions) are of kind ``"parameter"``, each with an obstacle: a plan would
-    otherwise be silent about what may be most of the model.
+    ``obstacle`` says why it cannot be; ``kept`` what it is where rules for everything leave it: an embedding, a head, one that
+    transformers keeps. Weights that no such module holds (experts in one tensor, convolutions) are of kind ``"parameter"``, each
+    with an obstacle: a plan would otherwise be silent about what may be most of the model.
     """
 
     names: tuple[str, ...]
     module: nn.Module
     kind: str
     obstacle: str | None
-    head: bool
+    kept: str = ""
     attribute: str = "weight"
 
     @property
@@ -57,16 +57,16 @@ def find_layers(model: nn.Module) -> list[Layer]:
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    head, held = _output_embeddings(model), held_elsewhere(model)
+    kept, held = _kept(model), held_elsewhere(model)
     layers: list[Layer] = []
     for module, found in names.items():
         kind = layer_kind(module)
         if kind is None:
             layers += _other_weights(module, found)
         else:
-            is_head = kind == "linear" and (module is head or found[0].rpartition(".")[2] in _HEAD_NAMES)
-            obstacle = _obstacle(module, kind, found[0]) or held.get(module)
-            layers.append(Layer(tuple(found), module, kind, obstacle, is_head))
+            named = "the head" if kind == "linear" and found[0].rpartition(".")[2] in _HEAD_NAMES else ""
+            what = "an embedding" if kind == "embedding" else kept.get(module, named)
+            layers.append(Layer(tuple(found), module, kind, _obstacle(module, kind, found[0]) or held.get(module), what))
             layers += _other_weights(module, found)
     return layers
 
@@ -87,7 +87,7 @@ def _other_weights(module: nn.Module, names: list[str]) -> Iterator[Layer]:
             obstacle = f"quantized already ({parameter.scheme})"
         else:
             obstacle = f"a parameter of {type(module).__name__}, which is no linear layer, Conv1D or embedding"
-        yield Layer(tuple(f"{name}.{leaf}".lstrip(".") for name in names), module, "parameter", obstacle, False, leaf)
+        yield Layer(tuple(f"{name}.{leaf}".lstrip(".") for name in names), module, "parameter", obstacle, attribute=leaf)
 
 
 def replace_module(model: nn.Module, names: tuple[str, ...], module: nn.Module) -> None:
@@ -136,9 +136,9 @@ def replacement_loses(module: nn.Module) -> str | None:
         return lost(module, known | {"transform"}, taken, same=("bias", "transform"))
     if isinstance(module, QuantizedModule):
         return lost(module, taken, ())
-    if found := lost(module, known, taken, base, same=("bias",)):
-        return found
-    return f"{type(module).__name__} computes something of its own" if has_own_forward(module) else None
+    if has_own_forward(module):
+        return f"{type(module).__name__} computes something of its own"
+    return lost(module, known, taken, base, same=("bias",))
 
 
 def _base(kind: str) -> type[nn.Module]:
@@ -147,14 +147,16 @@ def _base(kind: str) -> type[nn.Module]:
     return base
 
 
-def _output_embeddings(model: nn.Module) -> nn.Module | None:
+def _kept(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules that rules for everything leave beside embeddings, and what each is."""
+    home = sys.modules.get("transformers.modeling_utils")
+    if home is not None and any(isinstance(module, home.PreTrainedModel) for module in model.modules()):
+        from .pretrained.kept import kept_layers
+
+        return kept_layers(model)
     getter = getattr(model, "get_output_embeddings", None)
-    if getter is None:
-        return None
-    try:
-        return getter()
-    except (AttributeError, NotImplementedError):  # encoders without a head
-        return None
+    head = None if getter is None else getter()
+    return {} if head is None else {head: "the head"}
 
 
 def _obstacle(module: nn.Module, kind: str, name: str) -> str | None:

@@ -17,7 +17,7 @@ from .embedding import QEmbedding
 from .environment import usable_device
 from .layers import Layer, find_layers, tied_groups
 from .linear import QLinear
-from .recipe import Recipe, Rule, block_counts
+from .recipe import Recipe, block_counts, keeps
 from .rewrites.record import Rescaled
 from .target import Target
 from .tensor import QTensor
@@ -26,6 +26,8 @@ __all__ = ["Explanation", "LayerPlan", "Plan", "explain", "plan"]
 
 BATCHES = (1, 16, 512)
 NO_PATTERN = "no pattern matches"
+STAYS = "modules_to_not_convert"
+BY_NAME = "name it in a pattern to quantize it"
 FilterFn = Callable[[nn.Module, str], bool]
 
 
@@ -151,9 +153,11 @@ def resolve(
     layers = find_layers(model)
     counts = block_counts(name for layer in layers for name in layer.names)
     _check_rules(recipe, layers, counts)
+    _check_kept(recipe, model)
     decisions = [_decide(layer, recipe, counts, filter_fn) for layer in layers]
     groups = tied_groups(layers)
     for group in groups:
+        _stay_with_ties(group, layers, decisions, recipe, counts)
         _follow_ties(group, layers, decisions)
     twins = {i: layers[group[0]].name for group in groups for i in group[1:]}
     shared = {i for group in groups for i in group}
@@ -180,24 +184,46 @@ def _check_rules(recipe: Recipe, layers: list[Layer], counts: dict[str, int]) ->
         taken |= matched
 
 
+def _check_kept(recipe: Recipe, model: nn.Module) -> None:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for key in recipe.keep:
+        if not any(keeps(key, name) for name in names):
+            near = difflib.get_close_matches(key, names, n=3, cutoff=0.0)
+            raise ValueError(f"{key!r} is to be kept and names no module of the model; the nearest are {', '.join(near)}")
+
+
 def _decide(layer: Layer, recipe: Recipe, counts: dict[str, int], filter_fn: FilterFn | None) -> tuple[Target | None, str]:
     rule = recipe.rule_for(layer.names, counts)
     if layer.obstacle is not None:
         return None, layer.obstacle
+    if key := next((key for key in recipe.keep for name in layer.names if keeps(key, name)), None):
+        return None, f"{STAYS} has {key}"
     if rule is None:
         return None, NO_PATTERN
     if rule.target is None:
         return None, f"pattern {rule} leaves it"
-    if _left_by_default(layer, rule):
-        what = "the head" if layer.head else "an embedding"
-        return None, f"{what}: name it in a pattern to quantize it"
+    if rule.catch_all and layer.kept:
+        return None, f"{layer.kept}: {BY_NAME}"
     if filter_fn is not None and not filter_fn(layer.module, layer.name):
         return None, "filter_fn leaves it"
     return rule.target, ""
 
 
-def _left_by_default(layer: Layer, rule: Rule) -> bool:
-    return rule.catch_all and (layer.head or layer.kind == "embedding")
+def _stay_with_ties(
+    group: list[int],
+    layers: list[Layer],
+    decisions: list[tuple[Target | None, str]],
+    recipe: Recipe,
+    counts: dict[str, int],
+) -> None:
+    """What shares the weight of a layer that rules for everything leave is left by them too."""
+    left = next((i for i in group if decisions[i][1].endswith(BY_NAME)), None)
+    rules = [recipe.rule_for(layers[i].names, counts) for i in group if decisions[i][0] is not None]
+    if left is None or not all(rule is not None and rule.catch_all for rule in rules):
+        return
+    for i in group:
+        if decisions[i][0] is not None:
+            decisions[i] = None, f"tied to {layers[left].name}, {layers[left].kept}: {BY_NAME}"
 
 
 def _follow_ties(group: list[int], layers: list[Layer], decisions: list[tuple[Target | None, str]]) -> None:
@@ -208,7 +234,7 @@ def _follow_ties(group: list[int], layers: list[Layer], decisions: list[tuple[Ta
         raise ValueError(f"{names} share one weight and cannot become both {' and '.join(sorted(map(str, wanted)))}")
     if not wanted:
         return
-    if any(decisions[i][1].startswith("pattern") for i in group):
+    if any(decisions[i][1].startswith(("pattern", STAYS)) for i in group):
         raise ValueError(f"{names} share one weight: give both the same target, or both None")
     first = next(layers[i].name for i in group if decisions[i][0] is not None)
     blocked = next((i for i in group if layers[i].obstacle is not None), None)

@@ -43,7 +43,7 @@ def quantize_(
         what: what a factory such as ``int4_weight_only()`` returns, a :class:`~lowbit.Scheme`, a
             :class:`~lowbit.Recipe`, the name of one, a YAML file, or a dict from name patterns (glob, or ``re:`` and a
             regular expression) to any of these or None; the first pattern that matches wins. Without a pattern that
-            names them, embeddings and the head stay as they are.
+            names them, embeddings, heads and what transformers keeps in float32 stay as they are.
         calibration: data that rounders and static activation scales look at: a text file, a list of strings, token ids or
             batches; or a :class:`~lowbit.Calibration`, which says how much of it. The model is then quantized block by
             block, each on what the quantized ones before it give, and the plan says the loss of each layer.

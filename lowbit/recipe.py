@@ -22,7 +22,7 @@ from .rewrites import REWRITES
 from .scheme import SCHEMES, Scheme, UnknownSchemeError
 from .target import FIELDS, Target
 
-__all__ = ["Recipe", "Rule", "block_counts", "block_of", "parted"]
+__all__ = ["Recipe", "Rule", "block_counts", "block_of", "keeps", "parted"]
 
 
 def block_of(name: str) -> tuple[str, int] | None:
@@ -81,20 +81,31 @@ class Rule:
 
     @property
     def catch_all(self) -> bool:
-        """Whether it takes every name; such a rule leaves embeddings and the head alone."""
+        """Whether it takes every name; such a rule leaves embeddings, heads and their like alone."""
         return self.pattern in ("*", "re:", "re:.*")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """An ordered list of rules, of which the first whose pattern matches a layer's name decides, and how the float model is
-    rewritten before, if at all: rewrites of the whole model come first, and otherwise each on what the one before it gives."""
+    rewritten before, if at all: rewrites of the whole model come first, and otherwise each on what the one before it gives.
+
+    ``keep`` names modules that stay as they are whatever the rules say, in transformers' spelling of ``modules_to_not_convert``
+    (:func:`keeps`)."""
 
     rules: tuple[Rule, ...]
     name: str = ""
     rewrites: tuple[Rewrite, ...] = ()
+    keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for key in self.keep:
+            if not isinstance(key, str) or not key:
+                raise ValueError(f"what is kept has a name, got {key!r:.80}")
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise ValueError(f"{key!r} in what is kept is neither a name nor a regular expression: {error}") from None
         if not self.rules:
             raise ValueError("a recipe needs at least one rule")
         names = [rewrite.name for rewrite in self.rewrites]
@@ -106,10 +117,12 @@ class Recipe:
         """A recipe from anything that :func:`lowbit.quantize_` takes.
 
         A recipe; a target or scheme (for every layer); a name (:meth:`parse`); a path; a mapping from patterns to
-        targets, schemes, names or None.
+        targets, schemes, names or None; a :class:`lowbit.Config`.
         """
         if isinstance(what, Recipe):
             return what
+        if isinstance(found := getattr(what, "recipe", None), Recipe):  # of a Config, which only transformers has
+            return found
         if isinstance(what, Path):
             return Recipe.from_file(what)
         if isinstance(what, str):
@@ -160,6 +173,12 @@ class Recipe:
         """
         return replace(self, rewrites=(Rewrite(rewrite, tuple(options.items())), *self.rewrites))
 
+    def keeping(self, names: Iterable[str]) -> Recipe:
+        """This recipe, with the modules of these ``names`` left as they are (:attr:`keep`)."""
+        if isinstance(names, str):
+            raise TypeError(f"the names of what is kept stand in a list, got {names!r:.80}")
+        return replace(self, keep=tuple(dict.fromkeys((*self.keep, *names))))
+
     @property
     def needs_data(self) -> str:
         """What of it cannot be found without calibration data; empty where nothing is."""
@@ -188,20 +207,23 @@ class Recipe:
             raise ValueError(f"recipe {name!r} is not YAML: {error}{quotes}".replace("\n", " ")) from None
         if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
             raise ValueError(f"recipe {name!r} needs a list 'rules' of entries with 'match' and 'weight'")
-        if unknown := sorted(map(str, data.keys() - {"name", "rewrites", "rules"})):
-            raise ValueError(f"recipe {name!r}: unknown field {', '.join(unknown)}; there are name, rewrites and rules")
-        if not isinstance(data.get("rewrites", []), list):
-            raise ValueError(f"recipe {name!r}: rewrites must be a list such as [awq], got {data['rewrites']!r:.80}")
+        if unknown := sorted(map(str, data.keys() - {"name", "rewrites", "rules", "keep"})):
+            raise ValueError(f"recipe {name!r}: unknown field {', '.join(unknown)}; there are name, rewrites, rules and keep")
+        for field, example in (("rewrites", "[awq]"), ("keep", "[lm_head]")):
+            if not isinstance(data.get(field, []), list):
+                raise ValueError(f"recipe {name!r}: {field} must be a list such as {example}, got {data[field]!r:.80}")
         rules = tuple(_rule(entry, f"recipe {name!r}, rule {i}") for i, entry in enumerate(data["rules"], 1))
         try:
-            return Recipe(rules, str(data.get("name", name)), tuple(map(Rewrite.of, data.get("rewrites", []))))
+            rewrites = tuple(map(Rewrite.of, data.get("rewrites", [])))
+            return Recipe(rules, str(data.get("name", name)), rewrites, tuple(data.get("keep", [])))
         except ValueError as error:
             raise ValueError(f"recipe {name!r}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as :meth:`from_text` reads it."""
         rewrites = {"rewrites": [rewrite.to_plain() for rewrite in self.rewrites]} if self.rewrites else {}
-        return {"name": self.name, **rewrites, "rules": [_rule_to_dict(rule) for rule in self.rules]}
+        keep = {"keep": list(self.keep)} if self.keep else {}
+        return {"name": self.name, **rewrites, **keep, "rules": [_rule_to_dict(rule) for rule in self.rules]}
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
@@ -213,6 +235,12 @@ class Recipe:
         """The first rule that matches one of a layer's names, in a model with these :func:`block_counts`."""
         names = tuple(names)
         return next((rule for rule in self.rules if any(rule.matches(name, counts) for name in names)), None)
+
+
+def keeps(key: str, name: str) -> bool:
+    """Whether ``key`` of transformers' ``modules_to_not_convert`` names the module ``name``: it is the name, or that of a module
+    that it stands in (``"model.vision"`` of ``"model.vision.fc"``), or a regular expression of these, or how the name ends."""
+    return re.match(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", name) is not None or name.endswith(key)
 
 
 def _by_method(method: str, inside: str) -> Recipe:
@@ -249,6 +277,8 @@ def _target_or_none(value: Any) -> Target | None:
     if isinstance(value, Recipe):
         if len(value.rules) != 1:
             raise ValueError(f"a pattern stands for one target, and recipe {value.name!r} has {len(value.rules)} rules")
+        if value.keep:
+            raise ValueError(f"a pattern stands for one target, and the recipe {value.name!r} keeps {', '.join(value.keep)}")
         if value.rewrites:
             name = value.rewrites[0].name
             raise ValueError(

@@ -48,15 +48,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
         16,
     ),
     "mamba": ("MambaForCausalLM", "MambaConfig", {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}, 8),
-    "bert": ("BertForMaskedLM", "BertConfig", SMALL, 13),
+    "bert": ("BertForMaskedLM", "BertConfig", SMALL, 12),
     "t5": (
         "T5ForConditionalGeneration",
         "T5Config",
         {"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 112, "num_layers": 1},
-        16,
+        14,
     ),
     "bart": ("BartForConditionalGeneration", "BartConfig", {**CODER, "max_position_embeddings": 64}, 16),
-    "vit": ("ViTForImageClassification", "ViTConfig", VISION, 13),
+    "vit": ("ViTForImageClassification", "ViTConfig", VISION, 12),
     "whisper": (
         "WhisperForConditionalGeneration",
         "WhisperConfig",

@@ -230,7 +230,7 @@ def test_an_optional_rule_may_match_nothing():
         ("rules: [{match: '*', weight: int4, blocks: []}]", "blocks must be numbers"),
         ("rules: [{match: '*', weight: int4, blocks: [0, true]}]", "blocks must be numbers"),
         ("rules: [{match: '*', weight: int4, optional: 1}]", "optional must be true or false"),
-        ("rules: [{match: '*', weight: int4}]\nrule: 3", "unknown field rule; there are name, rewrites and rules"),
+        ("rules: [{match: '*', weight: int4}]\nrule: 3", "unknown field rule; there are name, rewrites, rules and keep"),
         ("rules: [{match: *down_proj, weight: int4}]", "begins with \\* stands in quotes"),
         ("[" * 100_000, "not YAML"),
         ("a: [", "not YAML"),

@@ -100,6 +100,8 @@ def built(folder: Path, real_buffers: bool = False) -> nn.Module:
     except ImportError as error:
         raise CheckpointError(f"{path}: needs transformers (pip install lowbit[models]), or the float model as model=") from error
     try:
+        from ..pretrained.kept import keep_float32
+
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if hasattr(config, "quantization_config"):  # the header of the tensors says it better
             del config.quantization_config
@@ -110,6 +112,7 @@ def built(folder: Path, real_buffers: bool = False) -> nn.Module:
                 model = found._from_config(config)
             else:
                 model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        keep_float32(model, model.config.dtype)
         if (folder / _GENERATION).is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a configuration can fail in as many ways as there are models

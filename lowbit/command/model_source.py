@@ -176,9 +176,13 @@ def _hub_outline(model: str) -> Any:
     import torch
 
     transformers = quiet_transformers()
+    from lowbit.pretrained.kept import keep_float32
+
     config = _config(transformers, model)
     with torch.device("meta"):
-        return _kind(transformers, config)._from_config(config)
+        found = _kind(transformers, config)._from_config(config)
+    keep_float32(found, found.config.dtype)
+    return found
 
 
 def _hub_folder(model: str) -> Path:

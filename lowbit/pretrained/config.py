@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -25,19 +25,27 @@ class Config(QuantizationConfigMixin):
     Args:
         recipe: anything that :func:`lowbit.quantize_` takes: the name of a scheme or recipe, a YAML file, a
             :class:`lowbit.Recipe`, what a factory such as ``int4_weight_only()`` returns, a dict from patterns to those.
+        modules_to_not_convert: names of modules that stay as they are, beside those that the recipe leaves (heads, embeddings,
+            what transformers keeps in float32), as transformers' other configurations take them: a name or the beginning of
+            one up to a dot, a regular expression of these, or how a name ends.
 
     Each weight is quantized as soon as it is read, so that memory holds the quantized model and one float weight (and
     embeddings that are tied, until the end). ``model.hf_quantizer.plan`` is the :class:`~lowbit.planning.Plan` that was
-    carried out. Raises ``ValueError`` for a recipe that does not exist.
+    carried out. Raises ``ValueError`` for a recipe that does not exist, and while loading for a name that no module has.
     """
 
     quant_method: Any = METHOD
     recipe: Recipe | None
 
-    def __init__(self, recipe: Any) -> None:
+    def __init__(self, recipe: Any, modules_to_not_convert: Iterable[str] | None = None) -> None:
         from ..recipe import Recipe
 
-        self.recipe = Recipe.of(recipe)
+        self.recipe = Recipe.of(recipe).keeping(modules_to_not_convert or ())
+
+    @property
+    def modules_to_not_convert(self) -> list[str] | None:
+        """The names of modules that stay as they are."""
+        return list(self.recipe.keep) if self.recipe is not None and self.recipe.keep else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, which :meth:`from_dict` takes."""
@@ -50,6 +58,10 @@ class Config(QuantizationConfigMixin):
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """A configuration from what :meth:`to_dict` gave; a ``recipe`` by name will do as well."""
         config = cls(_read(config_dict.get("recipe")))
+        if keep := config_dict.get("modules_to_not_convert"):
+            if config.recipe is None:
+                raise ValueError(f"modules_to_not_convert {keep!r:.80} says what a recipe leaves, and there is no recipe")
+            config.recipe = config.recipe.keeping(keep)
         return (config, kwargs) if return_unused_kwargs else config
 
 

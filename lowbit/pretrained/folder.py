@@ -24,6 +24,7 @@ from ..checkpoint.shards import FileSet, open_files
 from ..checkpoint.skeleton import float_dtype
 from ..checkpoint.tensor_file import CheckpointError
 from ..weight import QuantizedModule
+from .kept import keep_float32
 from .parts import WeightParts
 from .ties import set_ties
 
@@ -44,6 +45,7 @@ class Folder:
         if not files:
             raise CheckpointError("a quantized model is loaded from a folder: give from_pretrained its path, and no state_dict")
         folder = Path(files[0]).parent
+        keep_float32(model, model.config.dtype)
         wanted = {name: tensor.dtype for name, tensor in _tensors(model)}
         with open_files(folder) as opened:
             self._header = opened.header
@@ -54,7 +56,7 @@ class Folder:
             self._buffers = {name: opened.read(self._stored(name)) for name in names}
         self._as_stored = _stored_dtype(folder, self._header) in (None, model.config.dtype)
         if not self._as_stored:
-            _cast(model, wanted, model.config.dtype)
+            _cast(model, wanted)
         self._fixed = {joined(path, "input_scale") for path, entry in self._header.quantized.items() if entry.input_scale}
         self._sizes = {joined(path, "weight"): _element_size(entry) for path, entry in self._header.quantized.items()}
         self._on_disk = frozenset(path for path in self._header.quantized if _place(device_map, path) == "disk")
@@ -160,11 +162,11 @@ def _stored_dtype(folder: Path, header: Header) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else next((entry.dtype for entry in header.quantized.values()), None)
 
 
-def _cast(model: nn.Module, wanted: dict[str, torch.dtype], dtype: torch.dtype) -> None:
+def _cast(model: nn.Module, wanted: dict[str, torch.dtype]) -> None:
     """Give the outline the dtype that was asked for, where it is not a quantized weight's."""
     for prefix, module in model.named_modules():
         if isinstance(module, QuantizedModule):
-            module.to(dtype)
+            module.to(wanted[joined(prefix, "weight")])
             continue
         for name, parameter in module._parameters.items():
             path = joined(prefix, name)

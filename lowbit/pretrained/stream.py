@@ -16,6 +16,7 @@ from ..planning import LayerPlan
 from ..quantize import planned, replace_layers
 from ..recipe import block_counts
 from .float_folder import check_codes, check_load
+from .kept import keep_float32
 from .loading_report import Report, unheard, watched
 from .ties import keep_ties, tie_outline
 
@@ -44,6 +45,7 @@ class Stream:
             raise ValueError(f"{name} rewrites a model that is loaded, and this one only arrives: load it, then call quantize_")
         if files:
             check_codes(files, model)
+        keep_float32(model, model.config.dtype)
         tie_outline(model)  # a plan has to see the ties
         self._model, self._files = model, files
         self.plan, layers = planned(model, recipe, None, _device(device_map))
