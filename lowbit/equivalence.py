@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .extras import SETTINGS, attributes
+from .extras import MARKS, SETTINGS, attributes
 
 __all__ = ["computes"]
 
 _N, _K, _ROWS = 3, 5, 7
-_MARKS = frozenset({"_is_hf_initialized"})  # what transformers writes on everything that it has filled with numbers
 _NO_OPTIONS = {"padding_idx": None, "max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False}
 _BITS = {torch.float64: 12, torch.float32: 3, torch.bfloat16: 3}  # of numbers whose products and sums are exact in each dtype
 
@@ -29,7 +28,7 @@ def computes(module: nn.Module, kind: str) -> bool:
     dtypes, on infinity and NaN, and in both modes. With attributes beyond those of its kind it does not count, for what it
     computes may hang on them.
     """
-    if attributes(module).keys() - SETTINGS - _MARKS or not _takes_one_tensor(module):
+    if attributes(module).keys() - SETTINGS - MARKS or not _takes_one_tensor(module):
         return False
     cls: Any = type(module)
     return _class_computes(cls, cls.forward, kind, module._parameters.get("bias") is not None)

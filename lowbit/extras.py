@@ -16,13 +16,16 @@ from .scheme import Scheme
 from .tensor import QTensor
 from .weight import QuantizedModule
 
-__all__ = ["SETTINGS", "attributes", "hand_over", "held_elsewhere", "lost", "quantized_names"]
+__all__ = ["MARKS", "SETTINGS", "attributes", "hand_over", "held_elsewhere", "lost", "quantized_names"]
 
 SETTINGS = frozenset({
     "in_features", "out_features", "nf", "nx",
     "num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
 })  # fmt: skip
 """The attributes of nn.Linear, Conv1D and nn.Embedding, which layers that take their place have too."""
+
+MARKS = frozenset({"_is_hf_initialized"})
+"""What transformers writes on everything that it has filled with numbers."""
 
 _MODULE = frozenset(vars(nn.Module()))  # what torch keeps in every module
 _HOOKS = tuple(name for name in sorted(_MODULE) if name.endswith("_hooks"))
@@ -76,9 +79,13 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def hand_over(old: nn.Module, new: nn.Module) -> None:
-    """Give ``new``, which takes the place of ``old``, its mode and its attributes. :func:`lost` says what stays behind."""
+    """Give ``new``, which takes the place of ``old``, its mode, its attributes and those of its weight. :func:`lost` says what
+    stays behind."""
     new.train(old.training)
     vars(new).update({name: value for name, value in attributes(old).items() if name not in vars(new) or name in SETTINGS})
+    before, after = old._parameters.get("weight"), new._parameters.get("weight")
+    if before is not None and after is not None:
+        vars(after).update({name: value for name, value in vars(before).items() if name not in vars(after)})
 
 
 def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
@@ -99,9 +106,18 @@ def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
 @functools.cache
 def quantized_names(is_embedding: bool) -> frozenset[str]:
     """Every name that a quantized layer, or a quantized embedding, has something under."""
+    return frozenset(dir(_example(is_embedding)))
+
+
+@functools.cache
+def _names_of_a_weight() -> frozenset[str]:
+    return frozenset(dir(_example(False)._parameters["weight"]))
+
+
+def _example(is_embedding: bool) -> nn.Module:
     packed, scale = torch.zeros(1, 1, dtype=torch.uint8, device="cpu"), torch.ones(1, 1, dtype=torch.float32, device="cpu")
     weight = QTensor(packed, scale, None, None, Scheme("int8", scale="fp32"), (1, 1))
-    return frozenset(dir(QEmbedding(weight) if is_embedding else QLinear(weight)))
+    return QEmbedding(weight) if is_embedding else QLinear(weight)
 
 
 def _bound(module: nn.Module, taken: Collection[str]) -> Iterator[str]:
@@ -116,6 +132,9 @@ def _bound(module: nn.Module, taken: Collection[str]) -> Iterator[str]:
             yield f"the attribute {name}, a method of its own"
         elif isinstance(value, Tensor) and weight is not None and _share_memory(value, weight):
             yield f"the attribute {name}, which lies in the memory of its weight"
+    if weight is not None and not isinstance(weight, QTensor):
+        taken_by_weights = _names_of_a_weight() - MARKS
+        yield from (f"the attribute {name} of its weight" for name in vars(weight) if name in taken_by_weights)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

@@ -86,6 +86,7 @@ KEPT: dict[str, Callable[[Any], Any]] = {
     "a function": set_to("rule", lambda module: torch.sigmoid),
     "a list": set_to("seen", lambda module: [1, 2]),
     "a name": set_to("layer_name", "here"),
+    "an attribute of its weight": lambda module: setattr(module.weight, "no_decay", ["yes"]) or module,
     "sparse": set_to("sparse", True),
     "its mode": lambda module: module.eval(),
     "another constructor": derived(__init__=lambda self: None, reset_parameters=lambda self: None),
@@ -100,6 +101,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a name of the quantized layer's": (set_to("scheme", "mine"), "the attribute scheme"),
     "its own method": (set_to("call", lambda module: module.extra_repr), "the attribute call"),
     "a view of its weight": (set_to("view", lambda module: module.weight.data[:2]), "the attribute view"),
+    "a name of the quantized weight's": (lambda m: setattr(m.weight, "scale", 1) or m, "the attribute scale of its weight"),
     "method": (derived(logits=lambda self: 1), "Derived adds logits"),
     "property": (derived(half=property(lambda self: 1)), "Derived adds half"),
     "class attribute": (derived(tag=3), "Derived adds tag"),
@@ -128,6 +130,9 @@ def belongings(module: nn.Module) -> dict[tuple[str, str], Any]:
     """Everything that ``module`` has beside its weight and bias, read off torch's own books."""
     found: dict[tuple[str, str], Any] = {("mode", ""): module.training}
     found.update({("attribute", name): value for name, value in vars(module).items() if name not in MODULE})
+    found.update(
+        {("of the weight", name): value for name, value in vars(module.weight).items()} if hasattr(module, "weight") else {}
+    )
     for books in ("_parameters", "_buffers", "_modules"):
         held = getattr(module, books).items()
         found.update({(books, name): value for name, value in held if name not in ("weight", "bias")})
