@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from . import tensor_shards, tensor_writes  # noqa: F401 - define operators
 from .tensor import QTensor
 from .tensor_ops import _on
 from .tensor_products import ATEN, FUNCTIONS
+from .tensor_scaling import multiply
 from .tensor_writes import become, write
 
 __all__ = ["ATEN", "FUNCTIONS", "OF_ANY_SHAPE", "on_values", "quantized"]
@@ -46,6 +48,21 @@ def quantized(value: Any) -> list[QTensor]:
     if isinstance(value, QTensor):
         return [value]
     return [q for item in value for q in quantized(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _times(func: Any, inverse: bool, q: Any, other: Any) -> Any:
+    """``q.mul_(other)`` or ``q.div_(other)``."""
+    single = isinstance(other, Tensor) and type(other) is Tensor and other.dim() == 0 and other.device.type == "cpu"
+    if isinstance(q, QTensor) and multiply(q, other.item() if single else other, inverse):
+        return q
+    return on_values(func, (q, other), {})
+
+
+for _operator, _inverse in (
+    (torch.ops.aten.mul_.Tensor, False), (torch.ops.aten.mul_.Scalar, False),
+    (torch.ops.aten.div_.Tensor, True), (torch.ops.aten.div_.Scalar, True),
+):  # fmt: skip
+    ATEN[_operator] = partial(_times, _operator, _inverse)
 
 
 def _set_data(q: Tensor, value: Tensor) -> Any:

@@ -85,6 +85,8 @@ def _mixed(old: QTensor, new: QTensor, kept: Tensor) -> QTensor:
 @torch.no_grad()
 def _put(target: QTensor, source: QTensor) -> None:
     """Copy what ``source``, of the same shape, scheme and orientation, stands for into the parts of ``target``."""
+    if target.numel() == 0:
+        return
     for name in target._shared:
         mine, theirs = getattr(target, name), getattr(source, name)
         if mine is not None and not torch.equal(mine, theirs.to(mine.device)):
@@ -97,17 +99,41 @@ def _put(target: QTensor, source: QTensor) -> None:
 
 
 def become(target: QTensor, value: Tensor) -> None:
-    """``target.data = value``: hold what ``value`` is from now on; floats are rounded under the scheme of ``target``."""
-    if value.shape != target.shape:
-        raise ValueError(f"the data of a QTensor {tuple(target.shape)} must have its shape, got {tuple(value.shape)}")
-    new = value.detach() if isinstance(value, QTensor) else rounded(target, value).to(value.device, value.dtype)
+    """``target.data = value``: hold what ``value`` is from now on; floats are rounded under the scheme of ``target``.
+
+    They may be more rows or fewer, as when a vocabulary grows: rows that stay as they were keep their codes.
+    """
+    rows = target.dim() == 2 and not target.transposed and value.shape[1:] == target.shape[1:]
+    if value.shape != target.shape and not rows:
+        raise ValueError(
+            f"the data of a QTensor {tuple(target.shape)} must have its shape, or more or fewer rows, got {tuple(value.shape)}"
+        )
+    if isinstance(value, QTensor):
+        new = value.detach()
+    else:
+        fitting = rounded(target, value) if value.shape == target.shape else _with_other_rows(target, value.detach())
+        new = fitting.to(value.device, value.dtype)
     assert isinstance(new, QTensor)
     readers, keeps, trains = target.readers, target.keeps_layout, target._trains
     new = new._arranged(target.byte_layout) if keeps else new
-    if (new.dtype, new.device) == (target.dtype, target.device) and new.stride() == target.stride():
+    alike = (new.dtype, new.device, new.shape) == (target.dtype, target.device, target.shape)
+    if alike and new.stride() == target.stride():
         target._take(new)
     else:
         named: Any = torch.nn.Parameter(new, target.requires_grad) if isinstance(target, torch.nn.Parameter) else new
         torch.utils.swap_tensors(target, named)
     target.readers, target.keeps_layout, target._trains = readers, keeps, trains
     target.settle_()
+
+
+def _with_other_rows(target: QTensor, values: Tensor) -> QTensor:
+    """``values`` [N', K] under the scheme of ``target`` [N, K]; where one scale stands above all rows they are rounded anew."""
+    n = min(len(target), len(values))
+    if target.outer is not None:
+        return QTensor.quantize(values, target.scheme)
+    first: Any = _upright(target)[:n]
+    kept: Any = rounded(first, values[:n])
+    if n < len(values):
+        kept = torch.cat([kept, QTensor.quantize(values[n:].to(kept.device), target.scheme).to(kept.dtype)])
+    assert isinstance(kept, QTensor)
+    return kept

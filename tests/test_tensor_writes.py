@@ -167,7 +167,7 @@ def test_data_of_another_dtype_device_or_scheme() -> None:
     assert str(weight.scheme) == "int8:row:bf16"
     weight.data = weight.data.to("meta")
     assert weight.device.type == "meta"
-    with pytest.raises(ValueError, match=r"the data of a QTensor \(64, 96\) must have its shape, got \(64, 95\)"):
+    with pytest.raises(ValueError, match=r"the data of a QTensor \(64, 96\) must have its shape, .* got \(64, 95\)"):
         weight.data = torch.zeros(N, K - 1)
 
 

@@ -39,7 +39,7 @@ class Inventory:
     shared that are one object.
 
     Raises ``ValueError`` that names what a file cannot hold: tensors on the meta device, sparse ones, the shards of a
-    DTensor, a transposed quantized parameter, a module's own extra state.
+    DTensor, a transposed quantized parameter, a module's own extra state; and weights that the model has divided for inference.
     """
 
     def __init__(self, model: nn.Module, absent: Callable[[str], Tensor] | None = None) -> None:
@@ -49,6 +49,7 @@ class Inventory:
         self.header = Header(model={"class": type(model).__name__})
         self._kept: dict[Any, str] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
+            _refuse_divided(prefix, module)
             for item in self._module_items(prefix, module):
                 self._add(item)
 
@@ -131,6 +132,16 @@ def _part(weight: QTensor, part: str) -> Tensor:
     if part == "scale" and scheme.scale not in PLAIN_SCALES:
         return pack(tensor, scheme.scale_bits)
     return tensor
+
+
+def _refuse_divided(prefix: str, module: nn.Module) -> None:
+    """RWKV divides weights of its later blocks when it first runs in evaluation mode, and whoever loads them does so again."""
+    every = getattr(getattr(module, "config", None), "rescale_every", 0)
+    if getattr(module, "layers_are_rescaled", False) and 0 < every < len(getattr(module, "blocks", ())):
+        raise ValueError(
+            f"{prefix or 'the model'}: a {type(module).__name__} has divided weights for inference, which would be done again "
+            "to what is loaded: run it once in training mode before saving it, or set config.rescale_every = 0 before it runs"
+        )
 
 
 def _check(name: str, tensor: Tensor, may_be_absent: bool) -> None:

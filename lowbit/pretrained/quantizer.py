@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.quantizers.base import HfQuantizer
 
 from .config import METHOD, Config, LowbitFolder
+from .resizing import follow_resizing
 
 if TYPE_CHECKING:
     from ..planning import Plan
@@ -99,6 +100,7 @@ class LowbitQuantizer(HfQuantizer):
         self.plan = getattr(self._loading, "plan", None)  # layers that no file has stay as they are
         self._loading = None
         model._weight_conversions = []  # saved under the names that the header has
+        follow_resizing(model)
         return model
 
     # ---- saving and the rest ---------------------------------------------------------------------------------
@@ -132,6 +134,7 @@ def attach(model: Any, plan: Plan | None = None) -> None:
     model.hf_quantizer.plan = plan
     model._weight_conversions = []
     keep_ties(model)
+    follow_resizing(model)
 
 
 def register(module: ModuleType) -> None:
