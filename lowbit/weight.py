@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .packing import unpack
+from .packing import packed_size, unpack
 from .scheme import Scheme
 from .tensor import QTensor, _assemble
 
@@ -98,7 +99,8 @@ class QuantizedModule(nn.Module):
         self._settle()
 
     def _assembled(self, state: dict[str, Any], prefix: str) -> QTensor:
-        """The weight whose parts ``state`` has, canonical: codes of scales and zero points a byte each, or packed as in files."""
+        """The weight whose parts ``state`` has, canonical. Codes of scales and zero points are packed in files, and were a byte
+        each in states of older versions, which have ``_extra_state`` beside them: their sizes alone need not tell."""
         held = self.weight
         scheme, (n, k) = held.scheme, held.shape
         extra = state.get(prefix + "_extra_state")
@@ -111,8 +113,10 @@ class QuantizedModule(nn.Module):
             part = state.get(prefix + name)
             if part is None:
                 raise ValueError(f"the state has {prefix}packed and no {prefix}{name}, which a {held.spelling} weight needs")
-            if part.dtype == like.dtype and part.shape != like.shape and name in bits and like.dtype.itemsize == 1:
-                part = unpack(part, bits[name], like.shape[-1]) if part.shape[:-1] == like.shape[:-1] else part
+            if extra is None and name in bits and like.dtype == torch.uint8:
+                g = like.shape[-1]
+                fits = part.dtype == torch.uint8 and part.shape == (*like.shape[:-1], packed_size(bits[name], g))
+                part = unpack(part, bits[name], g) if fits else part[..., :0]
             if (part.dtype, part.shape) != (like.dtype, like.shape):
                 raise ValueError(
                     f"size mismatch for {prefix}{name}: {part.dtype} {tuple(part.shape)} in the state, and a "

@@ -65,6 +65,7 @@ def test_a_state_of_parts_that_do_not_fit_is_refused_with_the_names() -> None:
         ({"scale": parts["scale"][:, :0]}, "size mismatch for scale"),
         ({"packed": parts["packed"][:4]}, "size mismatch for packed"),
         ({"zero_point": None}, "has packed and no zero_point"),
+        ({"zero_point": parts["zero_point"].expand(8, 2)}, "size mismatch for zero_point"),
         ({"_extra_state": torch.tensor(list(b"int8:row:bf16 K=64"), dtype=torch.uint8)}, "quantized as int8:row:bf16 K=64"),
     ):
         state = {name: part for name, part in {**parts, **change}.items() if part is not None}
