@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -41,14 +42,21 @@ def spying(scheme: str = "int3") -> Target:
     return Target(SCHEMES[scheme], rounder="spy")
 
 
-def inputs_of(model: nn.Module, name: str, calls: list[dict[str, Tensor]]) -> Tensor:
+Kept = Callable[[str, Tensor, Any], Tensor]  # what counts of what a layer of this name reads in a call
+
+
+def inputs_of(model: nn.Module, name: str, calls: Sequence[Any], kept: Kept = lambda name, x, call: x) -> Tensor:
     """Every row that the layer ``name`` reads in these calls of the whole model, float64 [rows, K]."""
     rows: list[Tensor] = []
-    hook = model.get_submodule(name).register_forward_pre_hook(lambda module, args: rows.append(args[0].detach()))
-    with torch.no_grad():
-        for call in calls:
-            model(**call)
-    hook.remove()
+    for given in calls:
+
+        def hear(module: nn.Module, args: tuple[Tensor, ...], given: Any = given) -> None:
+            rows.append(kept(name, args[0].detach(), given))
+
+        hook = model.get_submodule(name).register_forward_pre_hook(hear)
+        with torch.no_grad():
+            model(**given) if isinstance(given, Mapping) else model(*given)
+        hook.remove()
     return torch.cat([x.reshape(-1, x.shape[-1]) for x in rows]).double()
 
 
@@ -71,12 +79,14 @@ def test_statistics_are_those_of_the_layer_in_a_model_whose_earlier_blocks_are_q
     check_statistics(model, calls, seen)
 
 
-def check_statistics(model: nn.Module, calls: list[dict[str, Any]], seen: list[tuple[Tensor, Statistics]]) -> None:
+def check_statistics(
+    model: nn.Module, calls: Sequence[Any], seen: list[tuple[Tensor, Statistics]], kept: Kept = lambda name, x, call: x
+) -> None:
     """Quantize ``model`` on ``calls``: each layer's statistics are those of what it reads in whole runs of a model whose earlier
     blocks are quantized."""
     mixed = copy.deepcopy(model)  # becomes the quantized model a block at a time
     plan = quantize_(model, spying(), calibration=calls)
-    together = any("calibrated together" in note for note in plan.notes)  # on the float model
+    together = any("calibrated together" in note or "as one block" in note for note in plan.notes)  # on the float model
     blocks: dict[str, list[Any]] = {}
     for layer in plan.changed:
         blocks.setdefault(block_of(layer.name), []).append(layer)
@@ -89,7 +99,7 @@ def check_statistics(model: nn.Module, calls: list[dict[str, Any]], seen: list[t
             stored = mixed.get_submodule(layer.name).weight
             weight = (stored.t() if layer.kind == "conv1d" else stored).detach()
             (statistics,) = [s for w, s in seen if torch.equal(w, weight)]
-            x = inputs_of(mixed, layer.name, calls)
+            x = inputs_of(mixed, layer.name, calls, kept)
             torch.testing.assert_close(statistics.gram.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-5)
             torch.testing.assert_close(statistics.absmax.double(), x.abs().amax(0), rtol=1e-4, atol=1e-5)
             assert statistics.count == len(x)

@@ -23,6 +23,7 @@ from .data import Batch
 from .depths import steps
 from .modes import evaluating
 from .nesting import leaves
+from .padding import Padding
 from .ranks import Ranks
 from .residence import Residence, streamed
 from .states import Inputs, States
@@ -67,6 +68,7 @@ class Calibrator:
         self._residence, self._states, self._ranks = residence, states, Ranks()
         self._mine = self._ranks.share(len(batches))
         self._names = [entry.name for entry in entries]
+        self._padding = Padding(model)
         self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].target is not None}
         self._ties = [group for group in tied_groups(layers) if any(i in self._modules for i in group)]
         self._room = room
@@ -281,13 +283,13 @@ class Calibrator:
         self, places: list[int], run: Callable[[int], object], twin: Twin | None = None, share: bool = True
     ) -> Collector:
         modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}
-        collector = Collector(modules, share, self._room, drifts=twin is not None)
+        collector = Collector(modules, self._padding, share, self._room, drifts=twin is not None)
         error: ValueError | None = None
         try:
             for number in self._mine:
                 batch = self._batches[number]
                 meant, rows = ({}, 0) if twin is None else twin.heard(modules, number)
-                with collector.listening(number, batch.mask, meant, rows):
+                with collector.listening(number, batch, meant, rows):
                     run(number)
                 self._residence.trim()
             parted = False

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..statistics import Statistics, Tally
+from .data import Batch
+from .padding import Padding
 from .ranks import Ranks
 
 __all__ = ["Collector", "PartedError", "read_by"]
@@ -20,7 +22,7 @@ class PartedError(RuntimeError):
 
 
 class Collector:
-    """Listens to ``modules`` and sums up what they read.
+    """Listens to ``modules`` and sums up what they read, without ``padding``.
 
     Two layers share a tally where both read the very same tensor when they are first called, which is checked in every
     later call. ``share=False`` gives each its own. Where the tallies would take more than ``room`` bytes, those that come
@@ -29,30 +31,34 @@ class Collector:
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], share: bool = True, room: int | None = None, drifts: bool = False
+        self,
+        modules: Mapping[str, nn.Module],
+        padding: Padding,
+        share: bool = True,
+        room: int | None = None,
+        drifts: bool = False,
     ) -> None:
-        self._modules, self._share, self._room, self._drifts = modules, share, room, drifts
+        self._modules, self._padding, self._share, self._room, self._drifts = modules, padding, share, room, drifts
         self._full: set[str] = set()  # leaders without a tally
         self._leaders: dict[str, str] = {}
         self._tallies: dict[str, Tally] = {}
         self._found: dict[str, Statistics] = {}
         self._calls: dict[str, int] = {}
         self._reading: dict[str, tuple[Tensor, int, int]] = {}  # in this run, by leader: what it read, its version, which call
-        self._batch = 0
-        self._mask: Tensor | None = None
+        self._number, self._batch = 0, Batch((), {})
         self._meant: dict[str, Iterator[Tensor]] = {}
         self._rows = 0
 
     @contextlib.contextmanager
     def listening(
-        self, batch: int, mask: Tensor | None = None, meant: Mapping[str, Sequence[Tensor]] | None = None, rows: int = 0
+        self, number: int, batch: Batch, meant: Mapping[str, Sequence[Tensor]] | None = None, rows: int = 0
     ) -> Iterator[None]:
-        """Within the block the modules' inputs count. ``mask`` [rows, tokens] is 0 where a token is padding. ``meant``: what the
-        float model's layers read, by name and call by call; only where a layer reads as many ``rows`` as the block does, since
-        an expert hears other tokens as soon as its router hears other numbers."""
-        self._batch, self._mask, self._rows = batch, mask, rows
+        """Within the block, a run on the ``batch`` of this ``number``, the modules' inputs count. ``meant``: what the float
+        model's layers read, by name and call by call; only where a layer reads as many ``rows`` as the block does, since an
+        expert hears other tokens as soon as its router hears other numbers."""
+        self._number, self._batch, self._rows = number, batch, rows
         self._meant = {name: iter(calls) for name, calls in (meant or {}).items()}
-        with contextlib.ExitStack() as hooks:
+        with self._padding.watching(), contextlib.ExitStack() as hooks:
             for name, module in self._modules.items():
                 hooks.callback(module.register_forward_pre_hook(self._hook(name), with_kwargs=True).remove)
             try:
@@ -92,7 +98,9 @@ class Collector:
         if name not in self._full:
             if meant is not None and (meant.shape != x.shape or x.numel() != self._rows * x.shape[-1]):
                 meant = None
-            self._tallies[name].add(self._unpadded(x), name, self._batch, None if meant is None else self._unpadded(meant))
+            kept = self._padding.kept(x, self._batch, name)
+            wanted = None if meant is None else self._padding.kept(meant, self._batch, name, x)
+            self._tallies[name].add(kept, name, self._number, wanted)
 
     def _fits(self, k: int) -> bool:
         taken = sum(matrix.nbytes for tally in self._tallies.values() for matrix in tally.matrices)
@@ -100,12 +108,6 @@ class Collector:
 
     def _leader(self, name: str, x: Tensor) -> str:
         return next((other for other, read in self._reading.items() if read[2] == 1 and _same(read, x)), name)
-
-    def _unpadded(self, x: Tensor) -> Tensor:
-        mask = self._mask
-        if mask is None or x.dim() < 3 or x.shape[:2] != mask.shape or bool(mask.all()):
-            return x
-        return x[mask.to(x.device).bool()]
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
 

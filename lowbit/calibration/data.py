@@ -28,12 +28,6 @@ class Batch(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
-    def mask(self) -> Tensor | None:
-        """The attention mask [rows, tokens] that says which tokens are padding; None where there is none."""
-        mask = self.kwargs.get("attention_mask")
-        return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-
 
 @dataclass(frozen=True)
 class Calibration:

@@ -14,8 +14,9 @@ from torch.nn.functional import embedding, linear
 from ..calibration.blocks import call
 from ..calibration.data import Batch
 from ..calibration.nesting import leaves
+from ..calibration.padding import Padding
 from ..linear import QLinear
-from ..mixing.logits import logits_of
+from ..mixing.logits import logits_of, token_logits
 from ..tensor import QTensor
 from ..weight import QuantizedModule
 from .decibels import Ratio
@@ -98,12 +99,13 @@ class Overflow(NamedTuple):
 class Runs:
     """Runs of both models on the same batches, with ``pairs`` of layers and the ``blocks`` listened to.
 
-    After :meth:`add`: ``blocks``, the error of what each gives in the quantized model; ``overflow``; ``kl``, ``agreement`` and
-    ``tokens``, for models with logits.
+    Padding counts nowhere. After :meth:`add`: ``blocks``, the error of what each gives in the quantized model; ``overflow``;
+    ``kl``, ``agreement`` and ``tokens``, for models with logits.
     """
 
     def __init__(self, original: nn.Module, quantized: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str]) -> None:
         self._original, self._quantized, self._pairs = original, quantized, pairs
+        self._padding = Padding(original), Padding(quantized)
         self.blocks: dict[str, Ratio] = {name: Ratio() for name in blocks}
         self.overflow: Overflow | None = None
         self._kl = self._agreed = 0.0
@@ -113,42 +115,39 @@ class Runs:
         """One batch more. Raises ``ValueError`` where the float model gives NaN or infinity."""
         kept: dict[str, list[Tensor]] = {}
         largest: dict[str, float] = {}
-        with _listening(self._original, self._first(kept, largest)):
+        before, after = self._padding
+        with before.watching(), _listening(self._original, self._first(batch, kept, largest)):
             wanted = call(self._original, batch, _device(self._original))
-        final = _first_tensor(wanted)
-        if final is not None and not bool(torch.isfinite(final).all()):
+        final = next((leaf for leaf in leaves([_logits(wanted), wanted]) if isinstance(leaf, Tensor)), None)
+        if final is not None and not bool(torch.isfinite(before.kept(final, batch)).all()):
             raise ValueError("the float model gives NaN or infinity on this data: look at it before its quantized version")
-        with _listening(self._quantized, self._second(kept, largest)):
+        with after.watching(), _listening(self._quantized, self._second(batch, kept, largest)):
             got = call(self._quantized, batch, _device(self._quantized))
-        with contextlib.suppress(ValueError):  # no logits
-            self._compare(logits_of(wanted), logits_of(got), batch)
+        if _logits(wanted) is not None:
+            self._compare(token_logits(wanted, batch, before), token_logits(got, batch, after))
 
-    def _first(self, kept: dict[str, list[Tensor]], largest: dict[str, float]) -> _Hear:
+    def _first(self, batch: Batch, kept: dict[str, list[Tensor]], largest: dict[str, float]) -> _Hear:
         pairs = {id(pair.original): pair for pair in self._pairs}
 
-        def hear(name: str, module: nn.Module, args: Any, output: Any) -> None:
-            found = _first_tensor(output)
-            if found is None or not found.is_floating_point():
-                return
+        def hear(name: str, module: nn.Module, x: Tensor | None, found: Tensor) -> None:
+            found = self._padding[0].kept(found, batch, name, x)
             largest[name] = max(largest.get(name, 0.0), float(found.abs().max()) if found.numel() else 0.0)
             pair = pairs.get(id(module))
             if pair is None and name not in self.blocks:
                 return
             rows = _rows(found, found.shape[-1])
             kept.setdefault(name if pair is None else pair.name, []).append(rows.float().cpu())
-            if pair is not None and args and isinstance(args[0], Tensor):
-                x = args[0]
+            if pair is not None and x is not None:
+                x = self._padding[0].kept(x, batch, name)
                 pair.compare(_rows(x, x.shape[-1] if x.is_floating_point() else 1), rows)
 
         return hear
 
-    def _second(self, kept: dict[str, list[Tensor]], largest: Mapping[str, float]) -> _Hear:
+    def _second(self, batch: Batch, kept: dict[str, list[Tensor]], largest: Mapping[str, float]) -> _Hear:
         pairs = {id(pair.quantized): pair for pair in self._pairs}
 
-        def hear(name: str, module: nn.Module, args: Any, output: Any) -> None:
-            found = _first_tensor(output)
-            if found is None or not found.is_floating_point():
-                return
+        def hear(name: str, module: nn.Module, x: Tensor | None, found: Tensor) -> None:
+            found = self._padding[1].kept(found, batch, name, x)
             if self.overflow is None and math.isfinite(largest.get(name, math.nan)):
                 count = int((~torch.isfinite(found)).sum())
                 if count:
@@ -157,11 +156,13 @@ class Runs:
             ratio = self.blocks.get(name) if pair is None else pair.within
             waiting = kept.get(name if pair is None else pair.name)
             if ratio is not None and waiting:
-                ratio.add(waiting.pop(0), _rows(found, found.shape[-1]).cpu())
+                rows, wanted = _rows(found, found.shape[-1]).cpu(), waiting.pop(0)
+                if rows.shape == wanted.shape:  # an expert hears other tokens where its router hears other numbers
+                    ratio.add(wanted, rows)
 
         return hear
 
-    def _compare(self, wanted: Tensor, got: Tensor, batch: Batch) -> None:
+    def _compare(self, wanted: Tensor, got: Tensor) -> None:
         width = wanted.shape[-1]
         x, y = _rows(wanted, width, 4 * _ROWS).float(), _rows(got, width, 4 * _ROWS).float().to(wanted.device)
         p, q = x.log_softmax(-1), y.log_softmax(-1)
@@ -178,19 +179,25 @@ class Runs:
         return self._agreed / self.tokens if self.tokens else None
 
 
-_Hear = Callable[[str, nn.Module, Any, Any], None]
+_Hear = Callable[[str, nn.Module, Tensor | None, Tensor], None]
 
 
 @contextlib.contextmanager
 def _listening(model: nn.Module, hear: _Hear) -> Iterator[None]:
-    """Within the block ``hear`` is told of every module that ran: its name, itself, what it was given and what it gave."""
+    """Within the block ``hear`` is told of every module that gave numbers: its name, itself, and the first tensors that it was
+    given and that it gave."""
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda module, args, output: hear(name, module, args, output)
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            found = _first_tensor(output)
+            if found is not None and found.is_floating_point() and found.dim():
+                hear(name, module, _first_tensor((args, kwargs)), found)
+
+        return after
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            hooks.callback(module.register_forward_hook(hook(name)).remove)
+            hooks.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
         yield
 
 
@@ -207,6 +214,12 @@ def _wide(bias: Tensor | None, like: Tensor) -> Tensor | None:
 
 def _first_tensor(output: Any) -> Tensor | None:
     return next((leaf for leaf in leaves(output) if isinstance(leaf, Tensor)), None)
+
+
+def _logits(output: Any) -> Tensor | None:
+    with contextlib.suppress(ValueError):
+        return logits_of(output)
+    return None
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..calibration.blocks import call
 from ..calibration.data import Batch
+from ..calibration.padding import Padding
 
-__all__ = ["divergences", "logits_of"]
+__all__ = ["divergences", "logits_of", "token_logits"]
 
 _LOGITS = 1 << 22  # that are looked at at a time: 16 MiB for each of the two models
 Change = Callable[[], AbstractContextManager[None]]
@@ -28,13 +29,14 @@ def divergences(
     without logits, and for one whose own logits are not finite.
     """
     totals, tokens = [0.0] * len(changes), 0
+    padding = Padding(model)
     for number, batch in enumerate(batches):
-        own = _rows(logits_of(call(model, batch)), batch)
+        own = token_logits(call(model, batch), batch, padding)
         if not bool(torch.isfinite(own).all()):
             raise ValueError(f"batch {number}: the model's own logits are not finite: look at the model on this text")
         for i, change in enumerate(changes):
             with change():
-                totals[i] += _divergence(own, _rows(logits_of(call(model, batch)), batch))
+                totals[i] += _divergence(own, token_logits(call(model, batch), batch, padding))
             if progress is not None:
                 progress(number * len(changes) + i + 1, len(batches) * len(changes))
         tokens += len(own)
@@ -49,12 +51,10 @@ def logits_of(output: Any) -> Tensor:
     return found
 
 
-def _rows(logits: Tensor, batch: Batch) -> Tensor:
-    """[tokens, vocabulary], without padding."""
-    mask = batch.mask
-    if mask is not None and logits.shape[:-1] == mask.shape:
-        return logits[mask.to(logits.device).bool()]
-    return logits.reshape(-1, logits.shape[-1])
+def token_logits(output: Any, batch: Batch, padding: Padding) -> Tensor:
+    """:func:`logits_of` as [tokens, vocabulary], without padding."""
+    logits = logits_of(output)
+    return padding.kept(logits, batch).reshape(-1, logits.shape[-1])
 
 
 def _divergence(own: Tensor, other: Tensor) -> float:
