@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED, 14),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**GROUPED, "head_dim": 16}, 14),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GROUPED, "head_dim": 16}, 14),
+    "falcon": ("FalconForCausalLM", "FalconConfig", {**SMALL, "bos_token_id": 1, "eos_token_id": 2}, 8),
     "phi": ("PhiForCausalLM", "PhiConfig", GROUPED, 12),
     "opt": ("OPTForCausalLM", "OPTConfig", {**SMALL, "ffn_dim": 112, "word_embed_proj_dim": 32, "pad_token_id": 0}, 14),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 96, "n_embd": 48, "n_layer": 2, "n_head": 4}, 8),
