@@ -20,7 +20,7 @@ from .cache import digest
 from .exam import ExamError, Question, as_rows, read_subject, subjects_of, table_of
 from .rows import RowsError, find, read_rows
 
-__all__ = ["MMLU", "MissingDataError", "Suite", "TaskError", "quiet_harness", "read_tasks", "suite_of"]
+__all__ = ["MMLU", "MissingDataError", "Suite", "TaskError", "UnknownTaskError", "quiet_harness", "read_tasks", "suite_of"]
 
 MMLU = "mmlu"
 _METRICS = ("acc", "exact_match")
@@ -40,6 +40,10 @@ _WRITTEN_OUT = {
 
 class TaskError(ValueError):
     """A task that does not exist or that lowbit cannot compare models on."""
+
+
+class UnknownTaskError(TaskError):
+    """A name that lm-eval has no task of."""
 
 
 class MissingDataError(ValueError):
@@ -220,7 +224,7 @@ class _Reader:
         if self.data is not None and (name == MMLU or (name.startswith(f"{MMLU}_") and self._is_default(name))):
             return self._mmlu(name)
         if name not in self.index:
-            raise TaskError(f"lm-eval knows no task {name!r}{_guess(name, self.index)}")
+            raise UnknownTaskError(f"lm-eval knows no task {name!r}{_guess(name, self.index)}")
         return self._from_hub(name) if self.data is None else self._local(name)
 
     def complain(self) -> None:

@@ -135,7 +135,7 @@ def test_figures_without_matplotlib_are_a_note(capsys, tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--shapes", "4096"], "as in 4096x4096"),
-        (["--device", "cuda"], "no CUDA device"),
+        (["--device", "cuda"], "device 'cuda' cannot be used here"),
         (["--schemes", "int44"], "did you mean"),
         (["--peers", "int4 tinygemm"], "on cpu there are int4 torch, int8 torch, not int4 tinygemm"),
     ],

@@ -227,9 +227,30 @@ def test_demo(
         (2, ["plan", "MODEL", "-r", "absent.yaml"], "cannot be read"),
         (1, ["inspect", "MODEL"], "not written by lowbit.save"),
         (1, ["inspect", "MATERIAL/text.txt"], "text.txt"),
-        (1, ["inspect", "./absent"], "absent"),
+        (2, ["inspect", "./absent"], "absent"),
+        (2, ["report", "./absent.json"], "no file absent.json"),
+        (2, ["report", "MATERIAL/text.txt", "--out", "MATERIAL/text.txt"], "is a file: give a folder"),
+        (1, ["report", "MATERIAL/text.txt"], "text.txt"),
+        (2, ["allocate", "./absent.json"], "no file absent.json"),
+        (1, ["allocate", "MATERIAL/text.txt"], "text.txt cannot be read"),
+        (2, ["allocate", "MATERIAL/text.txt", "--out", "MATERIAL/absent/recipe.yaml"], "absent is no folder that takes files"),
+        (2, ["sensitivity", "MODEL", "--calibration", "./absent.txt"], "no text file absent.txt"),
+        (2, ["quantize", "MODEL", "-o", "OUT", "--calibration", "MATERIAL/text.txt", "--max-memory", "8 giga"], "got '8 giga'"),
+        (2, ["bench", "gemv", "--device", "abacus"], "device 'abacus' cannot be used here"),
+        (2, ["bench", "host", "--device", "abacus"], "device 'abacus' cannot be used here"),
+        (2, ["bench", "generate", "MODEL", "--device", "abacus"], "device 'abacus' cannot be used here"),
+        (2, ["bench", "generate", "MODEL", "--out", "MATERIAL/absent/out.json"], "absent is no folder that takes files"),
+        (2, ["bench", "gemv", "--out", "MATERIAL/text.txt"], "is a file: give a folder"),
+        (2, ["bench", "gemv", "--layout", "nosuch"], "--layout names nosuch; there are canonical"),
+        (2, ["bench", "gemv", "--kernels", "nosuch"], "--kernels names nosuch; there are"),
+        (2, ["tune", "MODEL", "--device", "abacus"], "device 'abacus' cannot be used here"),
+        (2, ["eval", "MODEL", "--tasks", "nosuch", "--data", "MATERIAL"], "lm-eval knows no task 'nosuch'"),
+        (2, ["eval", "MODEL", "--tasks", "mmlu", "--data", "./absent"], "no folder absent"),
+        (2, ["plan", "MATERIAL/text.txt"], "is a file: give the folder that holds config.json"),
+        (2, ["plan", "MATERIAL"], "holds no config.json"),
+        (2, ["doctor", "MODEL", "MODEL"], "is no folder that lowbit quantize wrote"),
         (1, ["eval", "MODEL", "--tasks", "mmlu", "--data", "MODEL"], "holds no test/SUBJECT_test.csv"),
-        (1, ["eval", "MODEL", "--data", "MATERIAL", "--text", "absent.txt"], "absent.txt cannot be read"),
+        (2, ["eval", "MODEL", "--data", "MATERIAL", "--text", "absent.txt"], "no file absent.txt"),
         (
             1,
             ["eval", "MODEL", "--data", "MATERIAL", "--text", "MATERIAL/text.txt", "--context", "4096"],
@@ -238,10 +259,23 @@ def test_demo(
     ],
 )
 def test_errors_are_one_line(
-    model: Path, material: Path, capsys: pytest.CaptureFixture[str], code: int, arguments: list[str], words: str
+    model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, arguments: list[str], words: str
 ) -> None:
-    filled = [argument.replace("MODEL", str(model)).replace("MATERIAL", str(material)) for argument in arguments]
-    assert words in failed(capsys, code, *filled)
+    places = {"MODEL": model, "MATERIAL": material, "OUT": tmp_path / "out"}
+    filled = list(arguments)
+    for name, place in places.items():
+        filled = [argument.replace(name, str(place)) for argument in filled]
+    line = failed(capsys, code, *filled)
+    assert words in line
+    assert not (tmp_path / "out").exists()
+    # With --json the same stands on stdout, and nothing else there.
+    assert run([*filled, "--json"]) == code
+    captured = capsys.readouterr()
+    (error,) = json.loads(captured.out).values()
+    assert captured.err.splitlines() == [line]
+    assert error["exit_code"] == code
+    assert error["kind"].isidentifier()
+    assert line.removeprefix("lowbit: error: ").removesuffix(" ...") in error["message"]
 
 
 def test_an_error_that_nobody_foresaw(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +287,35 @@ def test_an_error_that_nobody_foresaw(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("LOWBIT_TRACEBACK", "1")
     assert run(["env"]) == 1
     assert "in broken" in capsys.readouterr().err
+
+
+def test_every_kind_of_error_is_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(error: BaseException) -> Any:
+        def broken() -> None:
+            raise error
+
+        return broken
+
+    for error, code, message in (
+        (KeyError("lost\nin two lines"), 1, "KeyError: 'lost\\nin two lines'"),
+        (ValueError(), 1, "ValueError"),
+        (lowbit.CheckpointError("a" * 2000), 1, "a" * 2000),
+        (FileNotFoundError(2, "No such file or directory", "x"), 1, "x: No such file or directory"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ):
+        monkeypatch.setattr(lowbit, "env", raising(error), raising=False)
+        assert run(["env", "--json"]) == code
+        captured = capsys.readouterr()
+        (found,) = json.loads(captured.out).values()
+        assert (found["exit_code"], found["message"]) == (code, message)
+        assert len(captured.err.splitlines()) == 1
+        assert len(captured.err) < 700
+
+
+def test_the_help_states_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(words in printed for words in ("0 success", "work that failed", "2 a mistake", "130 interrupted"))
 
 
 def test_no_arguments_is_bad_usage_with_help(capsys: pytest.CaptureFixture[str]) -> None:

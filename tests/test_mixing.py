@@ -277,10 +277,10 @@ def test_from_a_model_to_a_recipe_on_the_command_line(tmp_path, capsys):
     assert "7 of 9 layers quantized" in capsys.readouterr().out
     assert run(["allocate", str(table), "--bits", "4.7"]) == 0
     assert Recipe.from_text(capsys.readouterr().out).rules == Recipe.from_file(recipe).rules
-    for code, line in [
-        (["sensitivity", model], "give one with --calibration FILE"),
-        (["allocate", recipe], "cannot be read"),
-        (["allocate", table, "--bits", 2], "2 bits a weight are too few"),
+    for code, arguments, line in [
+        (2, ["sensitivity", model], "give one with --calibration FILE"),
+        (1, ["allocate", recipe], "cannot be read"),
+        (2, ["allocate", table, "--bits", 2], "2 bits a weight are too few"),
     ]:
-        assert run([*map(str, code)]) == 2
+        assert run([*map(str, arguments)]) == code
         assert line in capsys.readouterr().err

@@ -133,7 +133,7 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f'{speeds}: rows[0].n must be a count, got "x"' in capsys.readouterr().err
 
     assert run(["report", str(small), "--out", str(small)]) == 2
-    assert "is a file: give a folder with --out" in capsys.readouterr().err
+    assert "is a file: give a folder" in capsys.readouterr().err
     assert run(["report", str(tmp_path / "none.json")]) == 1
     assert "none.json cannot be read: No such file" in capsys.readouterr().err
 

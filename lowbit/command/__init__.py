@@ -1,8 +1,10 @@
 """The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``sensitivity``, ``allocate``,
 ``doctor``, ``eval``, ``report``, ``bench``, ``tune``, ``env``, ``formats``.
 
-Results go to stdout (with ``--json`` nothing but JSON), everything else to stderr. Exit codes: 0 for success, 1 for work
-that failed or whose output nobody read to the end, 2 for a command line that makes no sense, 130 for an interrupt.
+Results go to stdout (with ``--json`` nothing but JSON, an error as well), everything else to stderr. Exit codes: 0 for
+success; 1 for work that failed (damaged files, a recipe that does not fit the model, a full disk) or whose output nobody read
+to the end; 2 for a mistake in the command line: an option, a value, or a file, folder or model that is absent or of the wrong
+kind (a quantized model where a float one is asked for); 130 for an interrupt.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Annotated
 import typer
 
 from .benchmark import bench
-from .console import say, silence
+from .console import print_json, say, silence
 from .demonstration import demo
 from .diagnosing import doctor
 from .evaluation import evaluate
@@ -31,6 +33,7 @@ from .tuning import tune
 
 __all__ = ["app", "main", "run"]
 
+_INTERRUPTED = 130
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
 
 app = typer.Typer(name="lowbit", add_completion=False, pretty_exceptions_enable=False)
@@ -68,7 +71,9 @@ def _options(
 ) -> None:
     """Low-bit number formats for PyTorch: quantize a model, see what it saves, measure what it costs.
 
-    Every command takes --json. LOWBIT_TRACEBACK=1 shows where an error came from.
+    Every command takes --json; an error is then {"error": {"kind", "message", "exit_code"}} on stdout. Exit codes: 0 success,
+    1 work that failed, 2 a mistake in the command line (an option, or a file, folder or model that is absent or of the wrong
+    kind), 130 interrupted. LOWBIT_TRACEBACK=1 shows where an error came from.
     """
 
 
@@ -84,28 +89,31 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Carry out a command line and return its exit code; errors become one line on stderr."""
+    """Carry out a command line and return its exit code; errors become one line on stderr, and JSON on stdout for ``--json``."""
+    as_json = "--json" in arguments
     command = typer.main.get_command(app)
     try:
         code = command.main(list(arguments) or ["--help"], prog_name="lowbit", standalone_mode=False)
         sys.stdout.flush()
+        if code == _INTERRUPTED:  # typer turns an interrupt into this code
+            raise KeyboardInterrupt
     except BrokenPipeError:
         silence(sys.stdout)
         return 1
     except SystemExit as error:  # rich's, of a page of help that nobody reads to the end
         return error.code if isinstance(error.code, int) else 1
     except (KeyboardInterrupt, typer.Abort):
-        return _failed("interrupted", 130)
+        return _failed("interrupted", _INTERRUPTED, "Interrupted", as_json)
     except Exception as error:
         if os.environ.get("LOWBIT_TRACEBACK"):
             traceback.print_exc()
         format_message = getattr(error, "format_message", None)  # a mistake in the command line has one
         if format_message is not None:
-            return _failed(format_message(), getattr(error, "exit_code", 2))
+            return _failed(format_message(), getattr(error, "exit_code", 2), type(error).__name__, as_json)
         if isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM:  # every file has a name
             silence(sys.stdout)
-            return _failed(f"the output cannot be written: {error.strerror}", 1)
-        return _failed(_words(error), 1)
+            return _failed(f"the output cannot be written: {error.strerror}", 1, type(error).__name__, False)
+        return _failed(_words(error), 1, type(error).__name__, as_json)
     return (code if isinstance(code, int) else 0) if arguments else 2
 
 
@@ -132,7 +140,13 @@ def _words(error: Exception) -> str:
     return text if foreseen and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def _failed(message: str, code: int) -> int:
+def _failed(message: str, code: int, kind: str, as_json: bool) -> int:
     line = " ".join(message.split())
     say(f"lowbit: error: {line if len(line) <= 600 else line[:600] + ' ...'}")
+    if as_json:
+        try:
+            print_json({"error": {"kind": kind, "message": line, "exit_code": code}})
+            sys.stdout.flush()
+        except OSError:  # nobody reads it
+            silence(sys.stdout)
     return code

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
-from .model_source import check_model, checked_kind, load_model, parse_recipe
+from .model_source import check_model, checked_kind, load_model, parse_recipe, usable
+from .paths import file_to_write, folder_to_write
 
 bench = typer.Typer(help="Measure speed and memory against the machine's own limits.", no_args_is_help=True)
 
@@ -22,7 +24,7 @@ def gemv(
         str, typer.Option(help="N x K of the weights, with commas between; all: squares and a Llama's.")
     ] = "1024x1024,4096x4096,11008x4096",
     batches: Annotated[str, typer.Option(help="Rows of x, with commas between; all: 1 to 4096.")] = "1,8",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=usable)] = "cpu",
     layout: Annotated[str, typer.Option(help="Of the weights: default (what quantize_ gives), or a layout's name.")] = "default",
     kernels: Annotated[str, typer.Option(help="Only these kernels of lowbit env, with commas between.")] = "",
     peers: Annotated[str, typer.Option(help="Also other libraries: their names with commas between, or all.")] = "",
@@ -30,18 +32,19 @@ def gemv(
     repeats: Annotated[int, typer.Option(min=1, help="Walks over all copies; each figure is their median.")] = 9,
     warm: Annotated[bool, typer.Option("--warm", help="Over one copy of the weights, which the cache may hold.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write NAME.json, NAME.csv and NAME.png there.", file_okay=False)
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write NAME.json, NAME.csv and NAME.png there.", callback=folder_to_write),
     ] = None,
     name: Annotated[str, typer.Option(help="Of the files in FOLDER.")] = "gemv",
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
     """Weights loaded per second: every kernel beside F.linear and the limit of reading its bytes, in one run."""
-    import torch
-
     from lowbit.evals import figures, gemv
     from lowbit.evals import peers as theirs
     from lowbit.evals.results import origin
+    from lowbit_kernels import registry
+    from lowbit_kernels.layouts import LAYOUTS
 
     try:
         sizes = gemv.SHAPES if shapes == "all" else [_shape(shape) for shape in shapes.split(",")]
@@ -50,8 +53,8 @@ def gemv(
         raise typer.BadParameter(
             f"shapes are as in 4096x4096,1024x1024 and batches as in 1,8, got {shapes} and {batches}"
         ) from None
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device: use --device cpu")
+    _check_names("--layout", [] if layout == "default" else [layout], LAYOUTS)
+    _check_names("--kernels", _names(kernels), {kernel.name for kernel in registry.kernels()})
     names = gemv.SCHEMES if schemes == "all" else _recipes(schemes)
     others = theirs.peers_on(device) if peers == "all" else _names(peers)
     if unknown := set(others) - set(theirs.peers_on(device)):
@@ -76,6 +79,11 @@ def gemv(
     if out is not None and not figures.write(out, name, result):
         note("no drawing, because matplotlib is not installed: pip install 'lowbit[plot]'")
     print_json(result) if json else print_table(gemv.table(result))
+
+
+def _check_names(option: str, names: Sequence[str], known: Collection[str]) -> None:
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"{option} names {', '.join(unknown)}; there are {', '.join(sorted(known))}")
 
 
 def _names(text: str) -> list[str]:
@@ -114,21 +122,19 @@ def generate(
     compiled: Annotated[bool, typer.Option(help="On a GPU, compile the blocks, of the float model too.")] = True,
     plain: Annotated[bool, typer.Option("--plain", help="Write through model.generate, its reading counted with it.")] = False,
     fused: Annotated[bool, typer.Option(help="Fuse quantized layers that read one tensor.")] = True,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures there as JSON.", dir_okay=False)] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=usable)] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the figures there as JSON.", callback=file_to_write)
+    ] = None,
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
     """Tokens per second of a whole model, at batch 1: each recipe beside the float model and the memory's bandwidth."""
-    import torch
-
     from lowbit.evals import generate as measuring
     from lowbit.evals.results import origin, write_result
     from lowbit.evals.shapes import SHAPES
     from lowbit.recipe import parted
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device: use --device cpu")
     names = [name for name in parted(recipes) if name]
     for name in [*names, *([] if head == "recipe" else [head])]:
         parse_recipe(name)
@@ -148,6 +154,8 @@ def generate(
     write_report(result, report)
     for failure in result["failures"]:
         note(" ".join(f"{key}={value}" for key, value in failure.items()))
+    if not result["rows"]:
+        raise ValueError(f"nothing of {model} could be measured: {result['failures'][0]['error']}")
     print_json(result) if json else print_table(measuring.table(result))
 
 
@@ -161,13 +169,11 @@ def host(
     shapes: Annotated[
         str, typer.Option(help="N x K of cold weights whose eager calls are measured too, as in 4096x4096, commas between.")
     ] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=usable)] = "cpu",
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
     """Host time of a call: what Python, the dispatcher and the launch take beside the kernel, next to a float layer's."""
-    import torch
-
     from lowbit.evals import eager, host_time
     from lowbit.evals.results import origin
 
@@ -175,8 +181,6 @@ def host(
         rows, sizes = _counts(batches), [_shape(shape) for shape in shapes.split(",") if shape]
     except ValueError:
         raise typer.BadParameter(f"batches are as in 1,8 and shapes as in 4096x4096, got {batches} and {shapes}") from None
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device: use --device cpu")
     result = {**origin(), **host_time.measure(_recipes(schemes), size, rows, device)}
     result["eager"] = eager.measure(_recipes(schemes), sizes, device)
     write_report(result, report)

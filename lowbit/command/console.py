@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from .paths import file_to_write
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -21,16 +23,8 @@ __all__ = ["JsonOption", "ReportOption", "bar", "finite", "note", "print_json", 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else there.")]
 
 
-def _writable(path: Path | None) -> Path | None:
-    """A report that cannot be written is said before the work of hours, not behind it."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
-        why = "is a folder" if path.is_dir() else f"cannot be written: {path.parent} is no folder that takes files"
-        raise typer.BadParameter(f"{path} {why}")
-    return path
-
-
 ReportOption = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE", help="Also write the JSON to this file.", callback=_writable)
+    Path | None, typer.Option("--report", metavar="FILE", help="Also write the JSON to this file.", callback=file_to_write)
 ]
 
 # Wider than any table: where nothing says how wide the page is, a name that is cut is worse than a long line.

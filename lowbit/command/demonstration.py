@@ -10,19 +10,19 @@ import typer
 
 from .console import JsonOption, ReportOption, bar, print_json, print_table, write_report
 from .model_source import quiet_transformers
-from .reporting import check_folder, write_folder
+from .paths import folder_to_write
+from .reporting import write_folder
 
 
 def demo(
     limit: Annotated[int | None, typer.Option(min=1, help="Exam questions a subject at most; all by default.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="Results and a report.", file_okay=False)
+        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="Results and a report.", callback=folder_to_write)
     ] = None,
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
     """Quantize the model in the box with a dozen schemes and measure each, in a few minutes on a CPU."""
-    check_folder(out)
     quiet_transformers()
     from lowbit.evals import demo as demonstration
     from lowbit.evals import gemv

@@ -12,9 +12,11 @@ import typer
 from .calibrating import CalibrationOption, LengthOption, RowsOption, check_calibration, read_calibration
 from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
 from .model_source import DeviceOption, check_model, checked_kind, load_model, load_tokenizer, parse_recipe
-from .reporting import check_folder, write_folder
+from .paths import file_to_read, folder_to_write
+from .reporting import write_folder
 
 _PERPLEXITY = "perplexity"
+_WIKITEXT = "wikitext"
 
 
 def evaluate(
@@ -49,7 +51,11 @@ def evaluate(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="FOLDER", help="Results, a report, and what a second run goes on from.", file_okay=False
+            "--out",
+            "-o",
+            metavar="FOLDER",
+            help="Results, a report, and what a second run goes on from.",
+            callback=folder_to_write,
         ),
     ] = None,
     report: ReportOption = None,
@@ -63,9 +69,13 @@ def evaluate(
     asked = [name.strip() for name in tasks.split(",") if name.strip()]
     if not asked:
         raise typer.BadParameter("--tasks names no task: try --tasks mmlu,perplexity")
-    check_folder(out)
     convert = _conversion(dtype)
+    if data is not None and not data.is_dir():
+        raise typer.BadParameter(f"no folder {data} with rows of the tasks")
+    if text is not None and str(text) != _WIKITEXT:
+        file_to_read(text)
     from lowbit.evals import demo, evaluation, gemv
+    from lowbit.evals.tasks import UnknownTaskError
 
     source = str(evaluation.TOY) if model is None else model
     check_model(source, floats=bool(wanted))
@@ -75,12 +85,15 @@ def evaluate(
     start = time.perf_counter()
     with bar() as progress:
         progress("reading the tasks", 0, 1)
-        material = evaluation.Material.read(
-            evaluation.TOY_DATA if data is None and boxed else data,
-            (text or evaluation.TOY_TEXT) if _PERPLEXITY in asked else None,
-            tasks=[name for name in asked if name != _PERPLEXITY],
-            limit=limit, shots=shots, context=context, stride=stride, chunks=chunks, batch=batch_size, compared=divergence,
-        )  # fmt: skip
+        try:
+            material = evaluation.Material.read(
+                evaluation.TOY_DATA if data is None and boxed else data,
+                (text or evaluation.TOY_TEXT) if _PERPLEXITY in asked else None,
+                tasks=[name for name in asked if name != _PERPLEXITY],
+                limit=limit, shots=shots, context=context, stride=stride, chunks=chunks, batch=batch_size, compared=divergence,
+            )  # fmt: skip
+        except UnknownTaskError as error:
+            raise typer.BadParameter(str(error)) from None
         tokenizer, kind = load_tokenizer(source), checked_kind(source)
         outcomes = evaluation.compare(
             lambda: convert(load_model(source, kind=kind)), tokenizer, wanted, material,

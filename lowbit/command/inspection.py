@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="FILE_OR_FOLDER", help="What lowbit wrote.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE_OR_FOLDER", help="What lowbit wrote.", exists=True)],
     json: JsonOption = False,
 ) -> None:
     """Show what a quantized checkpoint holds: scheme, bits a weight and bytes of each layer. Reads no weights."""

@@ -11,6 +11,7 @@ import typer
 from .calibrating import CalibrationOption, LengthOption, RowsOption, check_calibration, read_calibration
 from .console import JsonOption, ReportOption, bar, note, print_json, write_report
 from .model_source import DeviceOption, check_model, load_model, parse_recipe, split
+from .paths import file_to_read, file_to_write
 
 
 def sensitivity(
@@ -48,11 +49,13 @@ def sensitivity(
 
 
 def allocate(
-    sensitivity: Annotated[Path, typer.Argument(metavar="FILE", help="What lowbit sensitivity --report FILE wrote.")],
+    sensitivity: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What lowbit sensitivity --report FILE wrote.", callback=file_to_read)
+    ],
     bits: Annotated[float, typer.Option(help="Bits a weight on average, scales counted.")] = 3.5,
     by: Annotated[str | None, typer.Option(help="The cost to add up: kl or error; kl where it was measured.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE.yaml", help="Write the recipe there.", dir_okay=False)
+        Path | None, typer.Option("--out", "-o", metavar="FILE.yaml", help="Write the recipe there.", callback=file_to_write)
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -85,4 +88,4 @@ def _read(path: Path) -> Any:
     try:
         return lowbit.Sensitivity.from_dict(jsonlib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None

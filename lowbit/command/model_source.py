@@ -29,10 +29,11 @@ __all__ = [
     "quantized_by",
     "quiet_transformers",
     "split",
+    "usable",
 ]
 
 
-def _usable(device: str | None) -> str | None:
+def usable(device: str | None) -> str | None:
     """A device that cannot be used is a mistake in the command line, said before anything is loaded."""
     if device is not None:
         from lowbit.environment import usable_device
@@ -44,7 +45,7 @@ def _usable(device: str | None) -> str | None:
     return device
 
 
-DeviceOption = Annotated[str | None, typer.Option(help="Where to work: cpu, cuda, cuda:1.", callback=_usable)]
+DeviceOption = Annotated[str | None, typer.Option(help="Where to work: cpu, cuda, cuda:1.", callback=usable)]
 
 
 def split(text: str) -> list[str]:

@@ -14,10 +14,22 @@ import typer
 from .calibrating import CalibrationOption, LengthOption, RowsOption, check_calibration, read_calibration
 from .console import JsonOption, bar, note, print_json
 from .model_source import DeviceOption, check_model, is_quantized, load_model, load_tokenizer, mistakes, parse_recipe
+from .paths import folder_to_write
 
 if TYPE_CHECKING:
     from lowbit import Calibration, Recipe
     from lowbit.planning import LayerPlan, Plan
+
+
+def _size(text: str | None) -> str | None:
+    if text is not None:
+        from lowbit.streaming.budget import parse_bytes
+
+        try:
+            parse_bytes(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return text
 
 
 def quantize(
@@ -29,7 +41,9 @@ def quantize(
     length: LengthOption = None,
     max_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Work from disk to disk, a block at a time, within this much memory: 8GB."),
+        typer.Option(
+            metavar="SIZE", help="Work from disk to disk, a block at a time, within this much memory: 8GB.", callback=_size
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
@@ -111,11 +125,7 @@ def group() -> Iterator[bool]:
 
 def _check_output(output: Path, model: str) -> None:
     """Refuse a folder whose files are not ours to replace."""
-    if output.exists() and not output.is_dir():
-        raise typer.BadParameter(f"{output} is a file: give a folder with -o")
-    above = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise typer.BadParameter(f"{output} cannot be written: {above} is no folder that takes files")
+    folder_to_write(output)
     if output.is_dir() and any(output.iterdir()) and (output.samefile(model) if Path(model).exists() else False):
         raise typer.BadParameter(f"{output} is the model itself: give another folder with -o")
     if output.is_dir() and any(output.iterdir()) and not is_quantized(str(output)):

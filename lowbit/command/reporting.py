@@ -8,21 +8,25 @@ from typing import Annotated, Any
 import typer
 
 from .console import JsonOption, finite, note, print_json
+from .paths import files_to_read, folder_to_write
 
 
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(metavar="RESULT.json ...", help="What lowbit eval wrote, several are compared; and lowbit bench gemv."),
+        typer.Argument(
+            metavar="RESULT.json ...",
+            help="What lowbit eval wrote, several are compared; and lowbit bench gemv.",
+            callback=files_to_read,
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where report.html and its pictures go.")] = Path(
-        "report"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="FOLDER", help="Where report.html and its pictures go.", callback=folder_to_write),
+    ] = Path("report"),
     json: JsonOption = False,
 ) -> None:
     """Make one page of results, for reading and for sending: report.html, which needs no network, and PNGs beside it."""
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file: give a folder with --out")
     from lowbit.evals.report import read_files, write_report
 
     found, names, speeds = read_files(results)
@@ -46,12 +50,3 @@ def write_folder(found: dict[str, Any], out: Path) -> None:
         note(f"wrote {write_report([found], out)}")
     except ImportError as error:
         note(f"no report: {error}")
-
-
-def check_folder(out: Path | None) -> Path | None:
-    """A folder that cannot be written is said before the work of hours, not behind it."""
-    from lowbit.evals.cache import writable
-
-    if out is not None and not writable(out):
-        raise typer.BadParameter(f"{out} cannot be written: it is no folder that takes files, nor can it be made")
-    return out

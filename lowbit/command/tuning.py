@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import JsonOption, ReportOption, bar, note, print_json, print_table, write_report
-from .model_source import check_model, outline, parse_recipe
+from .model_source import check_model, outline, parse_recipe, usable
 
 
 def tune(
@@ -16,7 +16,7 @@ def tune(
     batches: Annotated[str, typer.Option(help="Rows of x, with commas between.")] = "1,4,16,64",
     minutes: Annotated[float, typer.Option(min=0.01, help="The most that measuring may take.")] = 5,
     repeats: Annotated[int, typer.Option(min=1, help="Walks over all copies; each figure is their median.")] = 5,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for Triton's interpreter.")] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda, or cpu for Triton's interpreter.", callback=usable)] = "cuda",
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -33,11 +33,9 @@ def tune(
             raise ValueError("a batch has a row")
     except ValueError:
         raise typer.BadParameter(f"batches are as in 1,16, got {batches}") from None
-    try:
-        where = usable_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     import lowbit
+
+    where = usable_device(device)
 
     asked = tuning.problems(lowbit.plan(_outline(model), what, device=where))
     if not asked:

@@ -116,8 +116,8 @@ def stored(folder: Path) -> dict[str, Spec]:
                     f"{folder}: {index} lists {_listed(absent)}, and the folder lacks it: copy the whole folder"
                 )
             return stored_in([folder / name for name in names], places)
-    names = " nor ".join(name for pair in _FILES for name in pair)
-    raise CheckpointError(f"{folder}: holds neither {names}: give the folder of a float model with its weights")
+    wanted = " nor ".join(name for pair in _FILES for name in pair)
+    raise CheckpointError(f"{folder}: holds neither {wanted}: give the folder of a float model with its weights")
 
 
 def stored_in(files: Sequence[Path], places: Mapping[str, str] | None = None) -> dict[str, Spec]:
