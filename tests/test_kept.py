@@ -185,6 +185,19 @@ def test_a_head_that_no_file_had_is_made_and_stays_float(base, kind, settings, h
     assert model.hf_quantizer.plan.changed
 
 
+def test_blocks_and_models_beside_the_base_model_are_no_heads():
+    decoder = {"decoder_hidden_size": 32, "decoder_intermediate_size": 48, "decoder_num_hidden_layers": 2}
+    model = transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig(**VISION, **decoder, decoder_num_attention_heads=2))
+    plan = lowbit.plan(model, "int8")
+    assert len([layer for layer in plan.changed if layer.name.startswith("decoder.decoder_layers.")]) == 12
+    assert {"decoder.decoder_embed", "decoder.decoder_pred"} <= {name for name, why in reasons(plan).items() if "a head" in why}
+    beside = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL))
+    beside.tower = transformers.BertModel(transformers.BertConfig(**SMALL))
+    names = {layer.name for layer in lowbit.plan(beside, "int8").changed}
+    assert {name.replace("bert.", "tower.") for name in names if name.startswith("bert.")} <= names
+    assert "classifier" not in names
+
+
 def test_a_head_that_a_pattern_names_is_quantized(tmp_path):
     transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).save_pretrained(tmp_path)
     for model in both(transformers.BertForSequenceClassification, tmp_path, {"classifier": "int8", "*": "int4"}):

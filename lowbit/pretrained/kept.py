@@ -18,8 +18,9 @@ def kept_layers(model: nn.Module) -> dict[nn.Module, str]:
     """The modules in ``model`` that no rule for everything takes, and what each of them is.
 
     For every transformers model that ``model`` is or holds: its output embeddings; what stands outside of its base model, which
-    is the head that its class puts there; modules whose weight ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``
-    names; and the last layer, from ``get_keys_to_not_convert``. That list also has all tied weights, which can be quantized here.
+    is the head that its class puts there, unless it is a model of its own or a stack of blocks; modules whose weight
+    ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict`` names; and the last layer, from ``get_keys_to_not_convert``.
+    That list also has all tied weights, which can be quantized here.
     """
     found: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()
@@ -57,8 +58,17 @@ def _heads(model: Any) -> Iterator[tuple[nn.Module, str]]:
     if output is not None:
         yield output, "the head"
     if model.base_model is not model:
-        inside = set(model.base_model.modules())
-        yield from ((module, "a head") for module in model.modules() if module not in inside)
+        others = {module for body in _bodies(model) for module in body.modules()}
+        yield from ((module, "a head") for module in model.modules() if module not in others)
+
+
+def _bodies(model: Any) -> Iterator[nn.Module]:
+    """What is no head of ``model``: its base model, other models of transformers, and blocks that are repeated."""
+    for module in model.modules():
+        if module is model.base_model or (isinstance(module, PreTrainedModel) and module is not model):
+            yield module
+        elif isinstance(module, nn.ModuleList):
+            yield from (block for block in module if sum(isinstance(layer, nn.Linear) for layer in block.modules()) > 1)
 
 
 def _last(model: Any) -> Iterator[tuple[nn.Module, str]]:
