@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -17,7 +17,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["FORMATS", "Float", "Format", "Int", "Table", "format_named"]
+from .catalog import Catalog, kept
+
+__all__ = ["FORMATS", "Float", "Format", "FormatsThat", "Int", "Table", "format_named"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,8 +293,32 @@ _ALL = (
     Table("e8m0", (*(math.ldexp(1.0, c - 127) for c in range(255)), math.nan)),
 )
 
-FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in _ALL}
-"""Every named format. Adding one of your own: ``FORMATS["fp5_e1m3"] = Float("fp5_e1m3", 1, 3)``."""
+
+def _check(name: str, fmt: Format) -> None:
+    if not isinstance(fmt, Format):
+        raise TypeError(f"FORMATS[{name!r}] must be a Format (Int, Float or Table make one), got {type(fmt).__name__}")
+    if fmt.name != name:
+        raise ValueError(f"the format {fmt.name!r} stands under its own name alone: FORMATS[{fmt.name!r}] = ..., got {name!r}")
+
+
+FORMATS: Catalog[Format] = Catalog("FORMATS", {fmt.name: fmt for fmt in _ALL}, _check)
+"""Every named format. Adding one of your own, at any time: ``FORMATS["fp5_e1m3"] = Float("fp5_e1m3", 1, 3)``."""
+
+
+class FormatsThat(Set[str]):
+    """The names of the formats that ``predicate`` takes, of those too that are added later."""
+
+    def __init__(self, predicate: Callable[[Format], bool]) -> None:
+        self._takes = kept(maxsize=1024)(lambda name: predicate(FORMATS[name]))
+
+    def __contains__(self, name: object) -> bool:
+        return name in FORMATS and self._takes(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in list(FORMATS) if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def format_named(name: str) -> Format:

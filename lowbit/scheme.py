@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
+from .catalog import kept
 from .formats import FORMATS, Format, format_named
 from .packing import packed_size
 
@@ -143,12 +143,10 @@ class Scheme:
         """
         if ":" not in text:
             return _parse_name(text)
-        scheme = _parse_canonical(text)
-        format_named(scheme.format)  # what is kept must not outlive a format that was taken out of FORMATS
-        return scheme
+        return _parse_canonical(text)
 
 
-@lru_cache(maxsize=1024)
+@kept(maxsize=1024)
 def _parse_canonical(text: str) -> Scheme:
     """Kept, because every call of an operator comes by here; names are not, because SCHEMES may change."""
     spelled = re.fullmatch(r"(\w+):(row|g\d+)(?::z(int|float))?:(\w+)(:outer)?", text)

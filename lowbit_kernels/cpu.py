@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowbit.formats import FORMATS, Format
+from lowbit.formats import FORMATS, Format, FormatsThat
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from .bound import Bound, Product, direct, prepared
@@ -27,6 +27,7 @@ _ROWS = 64  # of x that a kernel takes at once
 __all__ = [
     "OF_DIGITS",
     "are_integers",
+    "are_small_integers",
     "available",
     "by_digits",
     "by_one_digit",
@@ -120,7 +121,7 @@ def _columns_of_a_lane(bits: int) -> int:
     return 4 * (8 >> (bits.bit_length() - 1))
 
 
-def _are_small_integers(fmt: Format) -> bool:
+def are_small_integers(fmt: Format) -> bool:
     """Whether numbers are integers of a byte times a power of two, such that the sums of a lane hold in 32 bits: a table only
     for six bits or fewer and of no more than 127, and 512 times the 22 bits of x at most."""
     values = tuple(map(float, fmt.values))
@@ -170,7 +171,7 @@ OF_DIGITS = Kernel(
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     m=(1, _ROWS),
     quicker=_quicker(_dots_beside_digits, {"avx512": 64, "avx2": 32}),
-    formats=frozenset(name for name, fmt in FORMATS.items() if _are_small_integers(fmt)),
+    formats=FormatsThat(are_small_integers),
     groups=lambda size: None if size == -1 or size % 16 == 0 else "takes multiples of 16, or the whole row",
     tiles=((4, 4, 128), (2, 8, 256)),
     available=_digits_available,

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowbit.formats import FORMATS
+from lowbit.formats import Format, FormatsThat
 from lowbit.scheme import Scheme
 
 from .bound import Bound, Product
-from .cpu import OF_DIGITS, are_integers, available, by_digits, by_one_digit, other_activation
+from .cpu import OF_DIGITS, are_integers, are_small_integers, available, by_digits, by_one_digit, other_activation
 from .cpu_panels import by_dots, by_panels, checked_indices, dots_available
 from .cpu_panels import dequantize as dequantize_rows
 from .interleaved import ROWS, rows
@@ -85,7 +85,11 @@ def _quicker(call: Call) -> str | None:
     return "cpu_interleaved_dots" if call.m >= 32 and call.dtype == torch.bfloat16 else None
 
 
-_FORMATS = frozenset(name for name in OF_DIGITS.formats or () if FORMATS[name].bits == 4 or are_integers(FORMATS[name]))
+def _kept_so(fmt: Format) -> bool:
+    return are_small_integers(fmt) and (fmt.bits == 4 or are_integers(fmt))
+
+
+_FORMATS = FormatsThat(_kept_so)
 _FEW = replace(
     OF_DIGITS,
     name="cpu_interleaved_digits",
@@ -129,7 +133,8 @@ for _row in (
         run=quantized_linear,
         contract="exact",
         m=(1, None),
-        formats=_FORMATS - {"int8"},  # torch's own product of int8 takes canonical rows, and less time for many rows of x
+        # Torch's own product of int8 takes canonical rows, and less time for many rows of x.
+        formats=FormatsThat(lambda fmt: _kept_so(fmt) and fmt.name != "int8"),
         quicker=lambda call: None,
         also=other_activation,
     ),

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowbit.formats import FORMATS
+from lowbit.formats import FormatsThat
 from lowbit.packing import packed_size
 from lowbit.scales import choose
 from lowbit.scheme import PLAIN_SCALES, Scheme
@@ -66,7 +66,7 @@ register(
         quantize,
         "round to nearest",
         devices=frozenset({"cpu"}),
-        formats=frozenset(name for name, fmt in FORMATS.items() if fmt.step == 1 and fmt.nan is None and fmt.bits > 1),
+        formats=FormatsThat(lambda fmt: fmt.step == 1 and fmt.nan is None and fmt.bits > 1),
         zero_points=frozenset({"none", "int"}),
         scales=frozenset(PLAIN_SCALES),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lowbit.catalog import Catalog
+
 __all__ = ["EPILOGUES", "Epilogue", "epilogue"]
 
 _aten = torch.ops.aten
@@ -41,13 +43,22 @@ def _silu_backward(grad: Tensor, y: Tensor) -> Tensor:
     return grad * (slope * (1 + y * (1 - slope)))
 
 
-EPILOGUES: dict[str, Epilogue] = {
-    "none": Epilogue(_same, _passed),
-    "relu": Epilogue(_aten.relu.default, lambda grad, y: _aten.threshold_backward(grad, y, 0)),
-    "silu": Epilogue(_aten.silu.default, _silu_backward),
-    "gelu": Epilogue(_aten.gelu.default, _aten.gelu_backward.default),
-    "gelu_tanh": Epilogue(partial(_aten.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh")),
-}
+def _check(name: str, value: Epilogue) -> None:
+    if not isinstance(value, Epilogue):
+        raise TypeError(f"EPILOGUES[{name!r}] must be an Epilogue, got {type(value).__name__}")
+
+
+EPILOGUES: Catalog[Epilogue] = Catalog(
+    "EPILOGUES",
+    {
+        "none": Epilogue(_same, _passed),
+        "relu": Epilogue(_aten.relu.default, lambda grad, y: _aten.threshold_backward(grad, y, 0)),
+        "silu": Epilogue(_aten.silu.default, _silu_backward),
+        "gelu": Epilogue(_aten.gelu.default, _aten.gelu_backward.default),
+        "gelu_tanh": Epilogue(partial(_aten.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh")),
+    },
+    _check,
+)
 
 
 def epilogue(name: str) -> Epilogue:

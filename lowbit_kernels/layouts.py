@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lowbit.catalog import Catalog
 from lowbit.packing import packed_size
 from lowbit.scheme import Scheme
 
@@ -69,8 +70,19 @@ def _from_interleaved(parts: Parts, scheme: Scheme, k: int) -> Parts:
     return Parts(*interleaved.restore(*parts, scheme, k))
 
 
-LAYOUTS: dict[str, Layout] = {
-    "canonical": Layout("canonical", _same, _same),
-    "tiles": Layout("tiles", _to_tiles, _from_tiles, tiles.sizes, tiles.ROWS),
-    "interleaved": Layout("interleaved", _interleave, _from_interleaved, rows=interleaved.ROWS, is_looked_up=False),
-}
+def _check(name: str, layout: Layout) -> None:
+    if not isinstance(layout, Layout):
+        raise TypeError(f"LAYOUTS[{name!r}] must be a Layout, got {type(layout).__name__}")
+    if layout.name != name:
+        raise ValueError(f"the layout {layout.name!r} stands under its own name alone, got {name!r}")
+
+
+LAYOUTS: Catalog[Layout] = Catalog(
+    "LAYOUTS",
+    {
+        "canonical": Layout("canonical", _same, _same),
+        "tiles": Layout("tiles", _to_tiles, _from_tiles, tiles.sizes, tiles.ROWS),
+        "interleaved": Layout("interleaved", _interleave, _from_interleaved, rows=interleaved.ROWS, is_looked_up=False),
+    },
+    _check,
+)

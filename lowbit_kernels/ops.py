@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit.catalog import kept
 from lowbit.packing import packed_size
 from lowbit.scales import METHODS
 from lowbit.scheme import Scheme
@@ -115,7 +116,7 @@ def _check_x(x: _Like, bias: _Like | None, packed: _Like) -> None:
         raise TypeError(f"bias must be {x.dtype} on {x.device} as x is, got {bias.dtype} on {bias.device}")
 
 
-@functools.lru_cache(maxsize=8192)
+@kept(maxsize=8192)
 def _product(
     op: str,
     scheme: str,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
+from lowbit.catalog import changed, kept
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from . import crossovers
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 # In order of preference: of the rows that do not refuse the first runs, unless a table of this GPU names a faster one. The
-# reference is last and refuses nothing.
+# reference is last and refuses nothing. Rows that other modules register come before all of these.
 _BACKENDS = (
     "lowbit_kernels.cuda",
     "lowbit_kernels.cuda_activations",
@@ -91,6 +92,7 @@ class Kernel:
     ``multiples``: the N and the K that it takes are multiples of these.
     ``tiles``: (M, N, K) of the blocks it works in, whose edges tests probe.
     ``layout`` None: reads canonical bytes, and takes a weight in any layout, whose bytes are restored for each call.
+    ``home``: the module that registered the row; :func:`register` fills it in.
     """
 
     name: str
@@ -99,7 +101,7 @@ class Kernel:
     contract: str
     devices: frozenset[str] | None = None
     layout: str | None = "canonical"
-    formats: frozenset[str] | None = None
+    formats: Set[str] | None = None
     zero_points: frozenset[str] | None = None
     scales: frozenset[str] | None = None
     groups: Callable[[int], str | None] | None = None
@@ -113,6 +115,7 @@ class Kernel:
     epilogues: frozenset[str] = frozenset({"none"})
     multiples: tuple[int, int] = (1, 1)
     tiles: tuple[tuple[int, int, int], ...] = ()
+    home: str = ""
 
     def refusal(self, call: Call) -> str | None:
         """The field of ``call`` that this kernel refuses, in words; None if it takes the call."""
@@ -149,14 +152,21 @@ ALL_PLAIN_SCALES = frozenset(PLAIN_SCALES)
 
 
 def register(kernel: Kernel) -> Kernel:
-    """Add a row behind those that its backend has registered so far."""
+    """Add a row, at any time: products that ran before take it from their next call on.
+
+    A row from outside of the library comes before the library's own. Among several of those the order is that of their names,
+    and never that of registering, which imports decide: ``quicker`` says where another one is to run. A weight keeps the layout
+    that it was given when it came to its device.
+    """
     if any(row.name == kernel.name for row in _rows):
         raise ValueError(f"a kernel named {kernel.name!r} is registered already")
+    kernel = replace(kernel, home=sys._getframe(1).f_globals.get("__name__", ""))
     _rows.append(kernel)
+    changed()
     return kernel
 
 
-@lru_cache(maxsize=1)
+@kept(maxsize=1)
 def kernels() -> tuple[Kernel, ...]:
     """Every row, in order of preference."""
     for backend in _BACKENDS:
@@ -164,11 +174,15 @@ def kernels() -> tuple[Kernel, ...]:
     return tuple(sorted(_rows, key=_place))
 
 
-def _place(kernel: Kernel) -> int:
-    """The backend's place in the order of preference: a backend may have been imported before its turn. Rows from
-    elsewhere come first."""
-    home = getattr(kernel.run, "__module__", "")
-    return next((i for i, backend in enumerate(_BACKENDS) if f"{home}.".startswith(f"{backend}.")), -1)
+def _place(kernel: Kernel) -> tuple[int, str]:
+    """The backend's place in the order of preference: a backend may have been imported before its turn. Within it rows stay as
+    they were registered."""
+    own = next((i for i, backend in enumerate(_BACKENDS) if f"{kernel.home}.".startswith(f"{backend}.")), None)
+    return (-1, kernel.name) if own is None else (own, "")
+
+
+def _is_own(kernel: Kernel) -> bool:
+    return _place(kernel)[0] >= 0
 
 
 # ---- selection -------------------------------------------------------------------------------------------------
@@ -186,18 +200,26 @@ def select(call: Call) -> Kernel:
     return _select(call, _strict.get())
 
 
-@lru_cache(maxsize=8192)
+@kept(maxsize=8192)
 def _select(call: Call, only: frozenset[str] | None) -> Kernel:
     takes = (k for k in kernels() if k.op == call.op and _allowed(k, only) and k.refusal(call) is None)
     first = next(takes, None)
     if first is not None:
-        measured = crossovers.fastest(call.op, call.arch, call.scheme, call.layout, call.m, call.n, call.k) or first.quicker(call)
-        if measured is None or measured == first.name or first.name.startswith("reference"):
-            return first
-        return next((kernel for kernel in takes if kernel.name == measured), first)
+        faster = _faster(first, call)
+        return first if faster is None else next((kernel for kernel in takes if kernel.name == faster), first)
     wanted = "a kernel other than the reference" if not only else " or ".join(sorted(only))
     lines = "\n".join(f"  {name}: {reason or 'not asked for'}" for name, reason in explain(call))
     raise NoKernelError(f"strict mode asks for {wanted}, and none takes {call}:\n{lines}")
+
+
+def _faster(first: Kernel, call: Call) -> str | None:
+    """The row that was measured to be faster than ``first``, where there is one; None: none is known."""
+    if first.name.startswith("reference"):
+        return None
+    measured = crossovers.fastest(call.op, call.arch, call.scheme, call.layout, call.m, call.n, call.k)
+    if measured is not None and not _is_own(first) and any(row.name == measured and _is_own(row) for row in kernels()):
+        measured = None  # the library's tables say nothing of rows from elsewhere
+    return measured or first.quicker(call)
 
 
 def _allowed(kernel: Kernel, only: frozenset[str] | None) -> bool:
@@ -207,11 +229,12 @@ def _allowed(kernel: Kernel, only: frozenset[str] | None) -> bool:
 
 
 def preferred_layout(call: Call) -> str:
-    """The layout that a weight of such calls is best kept in: the first whose own rows take every M; else canonical.
+    """The layout that a weight of such calls is best kept in: the first whose own rows take every M; else canonical. Layouts from
+    outside of the library come first.
 
     The layout and the M of ``call`` count for nothing, and neither does :func:`strict`: a weight is arranged once.
     """
-    for layout in LAYOUTS:
+    for layout in LAYOUTS.preferred():
         ranges = []
         is_kept = layout != "canonical" and (call.op != "embedding" or LAYOUTS[layout].is_looked_up)
         for kernel in kernels() if is_kept else ():

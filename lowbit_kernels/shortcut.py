@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch._C import _len_torch_function_stack as _function_modes
 from torch._C._functorch import peek_interpreter_stack as _transform
 from torch.autograd import forward_ad
 
+from lowbit.catalog import changes, on_change
 from lowbit.scheme import Scheme
 
 from . import registry
@@ -57,6 +59,8 @@ def signature(x: Tensor, trains: bool, bias: Tensor | None) -> Hashable | None:
 class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
     """The kernels of one weight's products, by signature. A weight that changes what it is gets new ones."""
 
+    __hash__ = object.__hash__  # type: ignore[assignment]  # for weak references to it
+
     def __deepcopy__(self, memo: dict[int, object]) -> Shortcuts:
         return Shortcuts()
 
@@ -79,6 +83,7 @@ class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
         """
         if x.shape[-1:] != (k,) or any(type(part) not in _PLAIN for part in weight if part is not None):
             return None
+        before = changes()
         call = product_call(op, str(scheme), layout, x, *weight, bias, None if activation is None else str(activation))
         kernel = registry.select(call)
         # Bytes of another layout are restored for each call, as the registry does.
@@ -86,5 +91,19 @@ class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
         run = bind(kernel.run, scheme) if reads else partial(registry.run, call)
         if len(self) >= _MOST:
             self.clear()
+        if not self:
+            _filled.add(ref(self, _filled.discard))
         self[signature] = run
+        if before != changes():  # meanwhile
+            self.clear()
         return run
+
+
+_filled: set[ref[Shortcuts]] = set()
+
+
+@on_change
+def _forget() -> None:
+    """What runs may be another kernel, or mean other numbers, once something is registered."""
+    for shortcuts in [found for reference in list(_filled) if (found := reference()) is not None]:
+        shortcuts.clear()

@@ -168,7 +168,7 @@ def test_steps_of_every_instruction_set(scheme: Scheme, instructions: str, monke
     monkeypatch.setenv("LOWBIT_CPU", instructions)
     values, scales = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.byte_table(scheme.scale)
     digits = torch.ops.lowbit_cpu.takes_digits(values, scheme.zero_point == "int")
-    assert digits == (instructions != "portable" and cpu._are_small_integers(FORMATS[scheme.format]))
+    assert digits == (instructions != "portable" and cpu.are_small_integers(FORMATS[scheme.format]))
     for k in (1, 31, 127, 512, 700, 2100):
         w = torch.randn(9, k, generator=torch.Generator().manual_seed(k))
         w[:, ::31] *= 20

@@ -17,7 +17,7 @@ import lowbit
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("lowbit", "lowbit_kernels", "evals")
 
-LEAVES = ("lowbit.formats", "lowbit.packing", "lowbit.scheme", "lowbit.grid", "lowbit.scales")
+LEAVES = ("lowbit.catalog", "lowbit.formats", "lowbit.packing", "lowbit.scheme", "lowbit.grid", "lowbit.scales")
 EVERYTHING = ("lowbit", "lowbit.*", "lowbit_kernels", "lowbit_kernels.*")
 
 # Patterns of modules (the first that matches counts) and what of this project each may import. A module without a row
@@ -25,9 +25,10 @@ EVERYTHING = ("lowbit", "lowbit.*", "lowbit_kernels", "lowbit_kernels.*")
 RULES: dict[str, tuple[str, ...]] = {
     # All else is imported when it is used.
     "lowbit": ("lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival"),
-    "lowbit.formats": (),
+    "lowbit.catalog": (),
+    "lowbit.formats": ("lowbit.catalog",),
     "lowbit.packing": (),
-    "lowbit.scheme": ("lowbit.formats", "lowbit.packing"),
+    "lowbit.scheme": ("lowbit.catalog", "lowbit.formats", "lowbit.packing"),
     "lowbit.grid": ("lowbit.scheme", "lowbit.formats"),
     "lowbit.scales": ("lowbit.scheme", "lowbit.grid", "lowbit.formats"),
     "lowbit.ambient": (),

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from lowbit.catalog import kept
 from lowbit.scheme import Scheme
 
 from . import tables
@@ -50,7 +51,7 @@ def block(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtype,
     return _chosen(kernel, device, scheme, dtype, m, n, k)
 
 
-@lru_cache(maxsize=4096)
+@kept(maxsize=4096)
 def _chosen(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int) -> Block:
     if dtype != torch.float32:
         measured = tables.measured(device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats import FORMATS, format_named
+from lowbit.formats import FormatsThat, format_named
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from ..epilogues import EPILOGUES
@@ -234,7 +234,7 @@ _GEMV = Kernel(
     m=(1, 1),
     available=compiles,
     quicker=_quicker_than_gemv,
-    epilogues=frozenset(EPILOGUES),
+    epilogues=EPILOGUES.own(),
     tiles=((1, 4, 1024), (1, 4, 2048)),
 )
 _GEMM = dataclasses.replace(
@@ -243,7 +243,7 @@ _GEMM = dataclasses.replace(
     run=gemm_linear,
     m=(1, _MOST),
     quicker=lambda call: None,
-    formats=frozenset(name for name in FORMATS if _exact_in_sixteen_bits(name)),
+    formats=FormatsThat(lambda fmt: _exact_in_sixteen_bits(fmt.name)),
     zero_points=frozenset({"none", "int"}),
     groups=_whole_blocks,
     tiles=((16, 64, 128), (64, 128, 128), (128, 128, 128)),

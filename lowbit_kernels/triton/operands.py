@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.catalog import kept
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from .assembly import assembly, bytes_as_floats
 from .decodings import TABLE, decoding, table_of
 
 
-@functools.lru_cache(maxsize=256)
+@kept(maxsize=256)
 def how_of(scheme: Scheme) -> dict[str, Any]:
     """The compile-time constants that every kernel takes from the scheme."""
     how = decoding(scheme.format)
@@ -102,7 +103,7 @@ def assembly_for(scheme: Scheme, x: Tensor) -> str:
     return assembly(decoding(scheme.format), scheme.bits, scheme.zero_point != "none", x.dtype)
 
 
-@functools.lru_cache(maxsize=256)
+@kept(maxsize=256)
 def assembly_for_bytes(scheme: Scheme, device: torch.device) -> str:
     """What makes words of four codes numbers in float32; empty where that is left to the compiler."""
     if not on_cuda(device):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.formats import FORMATS
+from lowbit.catalog import kept
+from lowbit.formats import FORMATS, FormatsThat
 from lowbit.packing import packed_size
 from lowbit.scales import outer_scale
 from lowbit.scheme import PLAIN_SCALES, Scheme
@@ -103,7 +103,7 @@ def _power_above(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@lru_cache(maxsize=256)
+@kept(maxsize=256)
 def constants(scheme: Scheme) -> dict[str, Any]:
     """The compile-time constants that the kernel takes from the scheme."""
     how, fmt = encoding(scheme.format), scheme.fmt
@@ -158,7 +158,7 @@ _QUANTIZE = Kernel(
     quantize,
     "round to nearest",
     devices=frozenset({"cuda", "xpu"}),
-    formats=frozenset(name for name in FORMATS if encoding(name) is not None),
+    formats=FormatsThat(lambda fmt: encoding(fmt.name) is not None),
     groups=_groups,
     dtypes=_DTYPES,
     available=compiles,
