@@ -362,7 +362,10 @@ assert type(auto.__spec__.loader).__name__ == "SourceFileLoader" and "exec_modul
 import importlib; importlib.reload(lowbit)
 print(*new)
 """
-OWN = ["lowbit", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival"]
+OWN = [
+    *("lowbit", "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival"),
+    *("lowbit_kernels", "lowbit_kernels.rules", "lowbit_kernels.schemas"),
+]
 
 
 @pytest.mark.parametrize(
