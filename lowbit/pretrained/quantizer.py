@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.quantizers.base import HfQuantizer
 
 from .config import METHOD, Config, LowbitFolder
-from .resizing import follow_resizing
 
 if TYPE_CHECKING:
     from ..planning import Plan
@@ -100,6 +99,8 @@ class LowbitQuantizer(HfQuantizer):
         self.plan = getattr(self._loading, "plan", None)  # layers that no file has stay as they are
         self._loading = None
         model._weight_conversions = []  # saved under the names that the header has
+        from .resizing import follow_resizing
+
         follow_resizing(model)
         return model
 
@@ -134,6 +135,8 @@ def attach(model: Any, plan: Plan | None = None) -> None:
     model.hf_quantizer.plan = plan
     model._weight_conversions = []
     keep_ties(model)
+    from .resizing import follow_resizing
+
     follow_resizing(model)
 
 
