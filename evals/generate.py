@@ -147,7 +147,7 @@ def _figures(
     prompt, context, steps = lengths
     read, cuda = weight_bytes(model), device.type == "cuda"
     memory: dict[str, Any] = {}
-    with torch.inference_mode():
+    with torch.no_grad():  # in inference mode eager layers could not be fused
         reader = _Writer(model, device, prompt)
         if cuda:
             memory["held_bytes"] = torch.cuda.memory_allocated()

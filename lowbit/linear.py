@@ -17,7 +17,7 @@ from .tensor_shards import sharded_product
 from .weight import QuantizedModule, local
 
 if TYPE_CHECKING:
-    from .fusion import Fused
+    from .fused import Fused
 
 __all__ = ["QLinear"]
 
@@ -64,8 +64,8 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         An ``input`` that is rounded to the layer's ``activation`` already is multiplied as it is.
         """
         x = input
-        if (fused := self.fused) is not None:
-            return fused.part(self._place, x)
+        if (fused := self.fused) is not None and (y := fused.part(self, x)) is not None:
+            return y
         if type(x) is not Tensor and isinstance(x, QTensor):
             return self._of_codes(x)
         if (transform := self._modules.get("transform")) is not None:
@@ -106,7 +106,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.fused is not None and name in _OF_FUSED:
-            self.fused.take_apart()
+            self.fused.leave(self)
         if name == "activation":
             self._rounds = None if value is None else Activation(value, str(value))
         super().__setattr__(name, value)
@@ -114,7 +114,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves with the model; a cast reaches the weight's dtype, never its stored scales nor ``input_scale``."""
         if self.fused is not None:
-            self.fused.take_apart()
+            self.fused.leave(self)
         fixed = self.input_scale
         super()._apply(fn, recurse)
         if fixed is not None and self.input_scale is not None and self.input_scale.dtype != fixed.dtype:

@@ -82,6 +82,7 @@ class QTensor(torch.Tensor):
     _copies: Copies  # slices that are copies of bytes, and follow what is written here
     _shared: frozenset[str]  # parts that values outside this slice are scaled by too
     _write_back: Callable[[QTensor], None] | None  # how a slice that is a copy is written into its base
+    _exchanged: Callable[[], Callable[[], None] | None] | None  # a weak method, which is called once the parts are others
 
     @staticmethod
     def __new__(
@@ -111,6 +112,7 @@ class QTensor(torch.Tensor):
         self._shortcuts = Shortcuts()
         self.readers, self.keeps_layout, self._trains = frozenset(), False, False
         self._copies, self._shared, self._write_back = Copies(), frozenset(), None
+        self._exchanged = None
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -243,6 +245,13 @@ class QTensor(torch.Tensor):
         self.scheme, self.spelling, self.byte_layout = other.scheme, other.spelling, other.byte_layout
         self.transposed, self.flat, self._stored_shape = other.transposed, other.flat, other._stored_shape
         self._shortcuts, self._copies, self._shared, self._write_back = Shortcuts(), Copies(), other._shared, None
+        self._tell()
+
+    def _tell(self) -> None:
+        """Layers that are multiplied by the old parts with others are by themselves from now on."""
+        told, self._exchanged = self._exchanged, None
+        if told is not None and (tell := told()) is not None:
+            tell()
 
     def _fill(self, other: QTensor) -> None:
         """Copy the parts of ``other``, which has this scheme and layout, into those of this tensor."""

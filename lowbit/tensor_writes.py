@@ -114,6 +114,7 @@ def become(target: QTensor, value: Tensor) -> None:
         fitting = rounded(target, value) if value.shape == target.shape else _with_other_rows(target, value.detach())
         new = fitting.to(value.device, value.dtype)
     assert isinstance(new, QTensor)
+    target._tell()
     readers, keeps, trains = target.readers, target.keeps_layout, target._trains
     new = new._arranged(target.byte_layout) if keeps else new
     alike = (new.dtype, new.device, new.shape) == (target.dtype, target.device, target.shape)

@@ -54,6 +54,7 @@ SCHEMAS: dict[str, Schema] = {
         "ScalarType dtype) -> Tensor",
         _TOKENS,
     ),
+    "versions": Schema("(Tensor[] tensors) -> Tensor", "lowbit_kernels.versions"),
 }  # fmt: skip
 
 LIBRARY = torch.library.Library("lowbit", "DEF")

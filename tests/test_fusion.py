@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import strategies  # noqa: F401 - its profile
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

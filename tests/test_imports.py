@@ -51,7 +51,8 @@ RULES: dict[str, tuple[str, ...]] = {
         (
             "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.tensor_writes",
             "lowbit.tensor_arithmetic", "lowbit.tensor_scaling", "lowbit.tensor_shards", "lowbit.sharding", "lowbit.pickling",
-            "lowbit.weight", "lowbit.linear", "lowbit.fusion", "lowbit.tokens", "lowbit.embedding", "lowbit.extras",
+            "lowbit.weight", "lowbit.linear", "lowbit.fusion", "lowbit.fused", "lowbit.tokens", "lowbit.embedding",
+            "lowbit.extras",
             "lowbit.equivalence", "lowbit.layers",
             "lowbit.calibration", "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
             "lowbit.mixing", "lowbit.mixing.*", "lowbit.diagnosis", "lowbit.diagnosis.*",
