@@ -331,7 +331,7 @@ def test_the_weights_that_a_token_reads():
     ("arguments", "message"),
     [
         (["tiny", "--recipes", "int44"], "did you mean"),
-        (["tiny", "--device", "cuda"], "no CUDA"),
+        (["tiny", "--device", "cuda"], "device 'cuda' cannot be used here"),
         (["./no-such"], "no folder ./no-such"),
     ],
 )

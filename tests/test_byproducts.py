@@ -244,7 +244,7 @@ def test_a_decoder_reads_what_its_model_makes_of_labels(name):
     twin(input_ids=ids(), labels=labels)
     hook.remove()
     quantize_(model, STATIC, calibration=[{"input_ids": ids(), "labels": labels}])
-    quantize_(twin, STATIC, calibration=[{"input_ids": ids(), "decoder_input_ids": heard[0]}])
+    quantize_(twin, STATIC, calibration=[{"input_ids": ids(), "labels": labels, "decoder_input_ids": heard[0]}])
     assert_same(model, twin)
 
 

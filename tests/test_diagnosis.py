@@ -376,6 +376,9 @@ def test_on_the_command_line(tmp_path, capsys):
     assert found["layers"][0]["output_db"] > 15
     assert run(["doctor", str(out), str(model), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][0]["output_db"] is None
-    for swapped, line in [((model, out), "give the quantized model first"), ((out, out), "give the float model second")]:
+    for swapped, line in [
+        ((model, out), "give the quantized model first"),
+        ((out, out), "give the float model that it was made from"),
+    ]:
         assert run(["doctor", *map(str, swapped)]) == 2
         assert line in capsys.readouterr().err

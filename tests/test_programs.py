@@ -102,7 +102,7 @@ def one_of_each() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
         "rms_norm_quantize": ((x,), (None, 1e-6, INT8)),
         "codes_linear": ((*tokens, *weight), (None, None, *how, INT8, 40, torch.float32)),
     }
-    assert calls.keys() == SCHEMAS.keys()
+    assert calls.keys() == SCHEMAS.keys() - {"versions"}  # which stands in no program: nothing reads what it returns
     return {name: (One(name, *rest), inputs) for name, (inputs, rest) in calls.items()}
 
 

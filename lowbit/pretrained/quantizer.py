@@ -36,8 +36,10 @@ class LowbitQuantizer(HfQuantizer):
     quantization_config: Config
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LowbitQuantizer:  # copies and pickles come through here as well
+        from .resizing import wrap_resize_token_embeddings
         from .saving import wrap_save_pretrained
 
+        wrap_resize_token_embeddings()
         wrap_save_pretrained(lambda model: isinstance(getattr(model, "hf_quantizer", None), LowbitQuantizer))
         return super().__new__(cls)
 
@@ -99,9 +101,6 @@ class LowbitQuantizer(HfQuantizer):
         self.plan = getattr(self._loading, "plan", None)  # layers that no file has stay as they are
         self._loading = None
         model._weight_conversions = []  # saved under the names that the header has
-        from .resizing import follow_resizing
-
-        follow_resizing(model)
         return model
 
     # ---- saving and the rest ---------------------------------------------------------------------------------
@@ -135,9 +134,6 @@ def attach(model: Any, plan: Plan | None = None) -> None:
     model.hf_quantizer.plan = plan
     model._weight_conversions = []
     keep_ties(model)
-    from .resizing import follow_resizing
-
-    follow_resizing(model)
 
 
 def register(module: ModuleType) -> None:
