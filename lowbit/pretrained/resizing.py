@@ -36,4 +36,4 @@ def wrap_resize_token_embeddings() -> None:
         return embeddings
 
     resize_token_embeddings.__lowbit__ = True  # type: ignore[attr-defined]
-    PreTrainedModel.resize_token_embeddings = resize_token_embeddings  # type: ignore[method-assign]
+    PreTrainedModel.resize_token_embeddings = resize_token_embeddings  # type: ignore[assignment, method-assign]
