@@ -12,6 +12,9 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in item.iter_markers("works_with"):
+            item.user_properties.append(("works_with", " / ".join(mark.args)))
     if torch.cuda.is_available():
         return
     absent = pytest.mark.skip(reason="no CUDA device on this machine")
