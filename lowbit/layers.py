@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from .adapters import adapters
 from .equivalence import computes
 from .extras import held_elsewhere, lost, quantized_names
 from .inserted import Inserted, PreparedLinear, RMSNorm
@@ -19,6 +20,7 @@ from .weight import QuantizedModule
 
 __all__ = ["Layer", "find_layers", "has_own_forward", "layer_kind", "replace_module", "replacement_loses", "tied_groups"]
 
+ADAPTER = "an adapter of PEFT, which stays float: merge_and_unload() puts it into the layer's weight"
 _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
 
 
@@ -57,21 +59,22 @@ def find_layers(model: nn.Module) -> list[Layer]:
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    kept, held = _kept(model), held_elsewhere(model)
+    kept, held, added = _kept(model), held_elsewhere(model), adapters(model)
     layers: list[Layer] = []
     for module, found in names.items():
         kind = layer_kind(module)
         if kind is None:
-            layers += _other_weights(module, found)
+            layers += _other_weights(module, found, module in added)
         else:
             named = "the head" if kind == "linear" and found[0].rpartition(".")[2] in _HEAD_NAMES else ""
             what = "an embedding" if kind == "embedding" else kept.get(module, named)
-            layers.append(Layer(tuple(found), module, kind, _obstacle(module, kind, found[0]) or held.get(module), what))
-            layers += _other_weights(module, found)
+            obstacle = ADAPTER if module in added else _obstacle(module, kind, found[0]) or held.get(module)
+            layers.append(Layer(tuple(found), module, kind, obstacle, what))
+            layers += _other_weights(module, found, module in added)
     return layers
 
 
-def _other_weights(module: nn.Module, names: list[str]) -> Iterator[Layer]:
+def _other_weights(module: nn.Module, names: list[str], is_adapter: bool) -> Iterator[Layer]:
     """The parameters of two or more dimensions beside a layer's weight: what nothing here quantizes."""
     if isinstance(module, (ParametrizationList, QuantizedModule)):
         return  # of the first the layer that it belongs to speaks
@@ -81,7 +84,9 @@ def _other_weights(module: nn.Module, names: list[str]) -> Iterator[Layer]:
             continue
         if is_layer and leaf == "weight":
             continue
-        if is_layer:
+        if is_adapter:
+            obstacle = ADAPTER
+        elif is_layer:
             obstacle = f"a parameter of {type(module).__name__} beside its weight"
         elif isinstance(parameter, QTensor):
             obstacle = f"quantized already ({parameter.scheme})"

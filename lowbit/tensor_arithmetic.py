@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import tensor_shards, tensor_writes  # noqa: F401 - define operators
 from .tensor import QTensor
 from .tensor_ops import _on
 from .tensor_products import ATEN, FUNCTIONS
 from .tensor_scaling import multiply
-from .tensor_writes import become, write
+from .tensor_writes import become, follow_gradients, write
 
 __all__ = ["ATEN", "FUNCTIONS", "OF_ANY_SHAPE", "on_values", "quantized"]
 
@@ -40,6 +40,7 @@ def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     originals = {id(values): q for q, values in written}
     for q, values in written:
         write(q, values)
+        follow_gradients(q, *tree_leaves((args, kwargs)))
     return tree_map_only(Tensor, lambda y: originals.get(id(y), y), result)
 
 

@@ -15,7 +15,7 @@ from .packing import pack_unchecked, unpack
 from .tensor import QTensor
 from .tensor_ops import ATEN, _on, _same_kind
 
-__all__ = ["become", "write"]
+__all__ = ["become", "follow_gradients", "write"]
 
 aten = torch.ops.aten
 
@@ -25,6 +25,7 @@ def _copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
     if not isinstance(target, QTensor):
         assert isinstance(source, QTensor)
         return target.copy_(source.dequantize(target.dtype), non_blocking=non_blocking)
+    follow_gradients(target, source)
     if not isinstance(source, QTensor):
         write(target, source.expand(target.shape))
         return target
@@ -33,6 +34,14 @@ def _copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         raise ValueError(f"copy_ needs equal shapes, got {tuple(target.shape)} and {tuple(source.shape)}")
     _put(target, source)
     return target
+
+
+def follow_gradients(target: QTensor, *written: Any) -> None:
+    """Let products with ``target`` raise in backward where one of ``written`` waits for a gradient: codes hand none back."""
+    if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in written):
+        for q in (target, target._base):
+            if isinstance(q, QTensor):
+                q._trains = True
 
 
 def write(target: QTensor, values: Tensor) -> None:

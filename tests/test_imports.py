@@ -32,6 +32,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lowbit.grid": ("lowbit.scheme", "lowbit.formats"),
     "lowbit.scales": ("lowbit.scheme", "lowbit.grid", "lowbit.formats"),
     "lowbit.ambient": (),
+    "lowbit.adapters": (),
     "lowbit.statistics": ("lowbit.ambient",),
     "lowbit.inserted": (),
     "lowbit.algorithms": ("lowbit.algorithms.*",),

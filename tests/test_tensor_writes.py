@@ -191,6 +191,39 @@ def test_a_gradient_that_is_asked_for_is_refused_in_backward() -> None:
             layer.requires_grad_()(x)
 
 
+WRITES: list[Callable[[Tensor, Tensor], object]] = [
+    lambda w, d: w.add_(d),
+    lambda w, d: w.copy_(d),
+    lambda w, d: w.mul_(d),
+    lambda w, d: w.lerp_(d, 0.5),
+    lambda w, d: w.addcmul_(d, d),
+    lambda w, d: w[:8].copy_(d[:8]),
+    lambda w, d: w.__setitem__(slice(8), d[:8]),
+    lambda w, d: w.sub_(d),
+]
+
+
+@pytest.mark.parametrize("way", range(len(WRITES)))
+def test_what_is_written_gets_no_gradient_and_backward_says_so(way: int) -> None:
+    delta, x = torch.randn(N, K, requires_grad=True), torch.randn(2, K)
+    for write in (False, True):
+        weight = make("int4", N, K)
+        before = weight.clone()
+        if write:
+            weight.requires_grad_(False)
+            with torch.no_grad():
+                WRITES[way](weight, delta)
+            assert not torch.nn.functional.linear(x, weight).requires_grad
+        else:
+            WRITES[way](weight, delta)
+            with pytest.raises(RuntimeError, match="a quantized weight has no gradient"):
+                torch.nn.functional.linear(x, weight).sum().backward()
+        assert not torch.equal(weight, before)
+    layer = QLinear(make("int4", N, K))
+    layer.weight.data += delta  # as adapters are merged
+    layer(x.requires_grad_()).sum().backward()
+
+
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
 
 PURE: list[Callable[[Tensor], object]] = [
