@@ -2,7 +2,8 @@
 
 Importing it loads neither Triton nor CUDA; each name below is imported when it is first used. It does two things to others:
 torch knows the operators, so that a program which torch.export or AOTInductor wrote loads (``lowbit_kernels.schemas``), and
-transformers' ``from_pretrained`` knows lowbit's models as soon as both are imported, in either order (``pretrained.arrival``).
+transformers' ``from_pretrained`` knows lowbit's models, and accelerate the sizes of their weights, as soon as both are imported,
+in either order (``pretrained.arrival``).
 """
 
 from __future__ import annotations

@@ -50,18 +50,21 @@ def lost(
     taken: Collection[str],
     base: type[nn.Module] | None = None,
     same: Collection[str] = (),
+    hook: Collection[str] = (),
 ) -> str | None:
     """What another module in the place of ``module`` would not have, as a sentence; None where that is nothing.
 
     ``known``: parameters, buffers and modules that the other one has, and ``same`` those of them that are the same objects;
-    ``taken``: names that it needs for itself; ``base``: the class whose methods it has, where methods may be called from outside.
+    ``taken``: names that it needs for itself; ``base``: the class whose methods it has, where methods may be called from outside;
+    ``hook``: the attributes of a hook of accelerate's, which is handed on (:mod:`lowbit.placement.hooks`).
     What ``forward`` computes is another question (:func:`lowbit.equivalence.computes`).
     """
     held = [("parameter", [*module._parameters]), ("buffer", [*module._buffers]), ("module", [*module._modules])]
     found = [f"the {what} {name}" for what, names in held for name in names if name not in known]
-    found += _bound(module, taken)
+    found += _bound(module, taken, hook)
     others = [parameter for name, parameter in module._parameters.items() if parameter is not None and name not in same]
-    if "forward" in vars(module) or any(vars(module)[name] for name in _HOOKS) or any(map(_is_hooked, others)):
+    forward = "forward" in attributes(module) and "forward" not in hook
+    if forward or any(vars(module)[name] for name in _HOOKS) or any(map(_is_hooked, others)):
         found.append("hooks")
     if found:
         behind = ": remove them, and add them again behind quantize_" if found == ["hooks"] else ""
@@ -75,7 +78,11 @@ def lost(
 def attributes(module: nn.Module) -> dict[str, Any]:
     """The plain attributes of ``module``: no parameters, buffers, modules, hooks, nor what a quantized layer is made of."""
     own = quantized_names(isinstance(module, nn.Embedding)) if isinstance(module, QuantizedModule) else ()
-    return {name: value for name, value in vars(module).items() if name not in _MODULE and name not in own}
+    held = {name: value for name, value in vars(module).items() if name not in _MODULE and name not in own}
+    forward = held.get("forward")
+    if getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward:
+        del held["forward"]  # that of its class, which accelerate leaves there where it took a hook off
+    return held
 
 
 def hand_over(old: nn.Module, new: nn.Module) -> None:
@@ -120,11 +127,11 @@ def _example(is_embedding: bool) -> nn.Module:
     return QEmbedding(weight) if is_embedding else QLinear(weight)
 
 
-def _bound(module: nn.Module, taken: Collection[str]) -> Iterator[str]:
+def _bound(module: nn.Module, taken: Collection[str], hook: Collection[str]) -> Iterator[str]:
     """Attributes that the other module has for itself, or that would go on reading the old weight."""
     weight = module._parameters.get("weight")
     for name, value in attributes(module).items():
-        if name == "forward":
+        if name == "forward" or name in hook:
             continue  # told as a hook
         if name in taken and name not in SETTINGS:
             yield f"the attribute {name}, a name that the other layer needs"

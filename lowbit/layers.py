@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from .adapters import adapters
 from .equivalence import computes
 from .extras import held_elsewhere, lost, quantized_names
 from .inserted import Inserted, PreparedLinear, RMSNorm
+from .placement.hooks import ATTRIBUTES, execution_device, is_hooked, kept_in_memory, offloaded
 from .tensor import QTensor
 from .weight import QuantizedModule
 
@@ -52,6 +53,32 @@ class Layer:
         if is_lazy(weight):  # no shape and no bytes yet
             return torch.empty(0, 0, dtype=weight.dtype, device="meta")
         return weight.t() if self.kind == "conv1d" else weight
+
+    @property
+    def values(self) -> Tensor:
+        """:attr:`weight`, read from where a hook of accelerate's keeps it if that offloads it."""
+        found = offloaded(self.module, self.attribute) if self.weight.is_meta else None
+        if found is None:
+            return self.weight
+        return found.t() if self.kind == "conv1d" else found
+
+    @property
+    def home(self) -> torch.device:
+        """Where the values of the weight are kept."""
+        return torch.device("cpu") if self.weight.is_meta else self.weight.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where a product with the weight runs."""
+        found = execution_device(self.module) if self.weight.is_meta else None
+        return self.weight.device if found is None else found
+
+    @property
+    def identity(self) -> int:
+        """What is equal for layers that read one weight."""
+        parameter = self.module._parameters.get(self.attribute)
+        kept = kept_in_memory(self.module, self.attribute) if parameter is not None and parameter.is_meta else None
+        return id(parameter) if kept is None or not kept.numel() else kept.data_ptr()
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -127,9 +154,12 @@ def has_own_forward(module: nn.Module) -> bool:
     return isinstance(module, (QuantizedModule, PreparedLinear)) or not computes(module, kind)
 
 
-def replacement_loses(module: nn.Module) -> str | None:
+def replacement_loses(module: nn.Module, hook: Collection[str] = ()) -> str | None:
     """What the layer ``module`` is or has that a quantized one in its place would not; or a norm, and an
-    :class:`~lowbit.inserted.RMSNorm`; or an inserted module, and another of its kind. None where that is nothing."""
+    :class:`~lowbit.inserted.RMSNorm`; or an inserted module, and another of its kind. None where that is nothing.
+
+    ``hook``: the attributes of a hook that is handed on.
+    """
     kind = layer_kind(module)
     if isinstance(module, Inserted) and kind is None:
         return lost(module, {*module._parameters, *module._buffers, *module._modules}, ())
@@ -143,7 +173,7 @@ def replacement_loses(module: nn.Module) -> str | None:
         return lost(module, taken, ())
     if has_own_forward(module):
         return f"{type(module).__name__} computes something of its own"
-    return lost(module, known, taken, base, same=("bias",))
+    return lost(module, known, taken, base, same=("bias",), hook=hook)
 
 
 def _base(kind: str) -> type[nn.Module]:
@@ -184,14 +214,13 @@ def _obstacle(module: nn.Module, kind: str, name: str) -> str | None:
         return "its weight is empty"
     if getattr(module, "max_norm", None) is not None:
         return "max_norm changes the weight as it is used"
-    return replacement_loses(module)
+    return replacement_loses(module, hook=ATTRIBUTES if is_hooked(module) else ())
 
 
 def tied_groups(layers: list[Layer]) -> list[list[int]]:
     """The places in ``layers`` of those that read one parameter, two or more together, in their order."""
     groups: dict[int, list[int]] = {}
     for i, layer in enumerate(layers):
-        parameter = layer.module._parameters.get(layer.attribute)
-        if parameter is not None:
-            groups.setdefault(id(parameter), []).append(i)
+        if layer.module._parameters.get(layer.attribute) is not None:
+            groups.setdefault(layer.identity, []).append(i)
     return [group for group in groups.values() if len(group) > 1]

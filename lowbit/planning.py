@@ -264,7 +264,7 @@ def _entry(
         bits = target.weight.bits_per_weight(k)
         after = round(bits * n * k / 8) + (4 if target.weight.outer else 0)
         op = "embedding" if layer.kind == "embedding" else "linear" if target.activation is None else "quantized_linear"
-        where = weight.device if device is None else device
+        where = layer.device if device is None else device
         if not shared:
             layout = registry.preferred_layout(
                 call_for(op, target.weight, layout, where, weight.dtype, 1, n, k, target.activation)

@@ -16,6 +16,7 @@ from .checkpoint.skeleton import is_pretrained
 from .environment import usable_device
 from .inserted import Inserted
 from .layers import Layer
+from .placement.hooks import is_offloaded
 from .planning import NO_PATTERN, FilterFn, LayerPlan, Plan, resolve
 from .recipe import Recipe
 from .replacement import Kept, Progress, Replacement
@@ -116,6 +117,8 @@ def _carried_out(
 ) -> Plan:
     carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
     leave_inference_mode(model)
+    if recipe.rewrites:
+        _refuse_offloaded(recipe, carried, layers)
     replacement = kind(model, carried.layers, layers, device, keep_on_device, progress)
     replacement.check()
     batches = [] if calibration is None else Calibration.of(calibration).batches(model)
@@ -136,6 +139,17 @@ def _carried_out(
         calibrator.run()
         notes += calibrator.notes
     return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(notes))
+
+
+def _refuse_offloaded(recipe: Recipe, carried: Plan, layers: Sequence[Layer]) -> None:
+    """A rewrite changes weights where they are, and an offloaded one is elsewhere."""
+    found = [entry.name for entry, layer in zip(carried.layers, layers, strict=True) if is_offloaded(layer.module)]
+    if found:
+        raise ValueError(
+            f"the rewrite {recipe.rewrites[0].name} changes weights in memory, and accelerate's hooks keep {len(found)} layers "
+            f"elsewhere ({found[0]}): take them off (accelerate.hooks.remove_hook_from_submodules), quantize, and offload "
+            "or dispatch the model again"
+        )
 
 
 def rewritten(model: nn.Module, recipe: Recipe, batches: Sequence[Batch]) -> list[str]:

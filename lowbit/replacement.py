@@ -15,6 +15,7 @@ from .embedding import QEmbedding
 from .extras import hand_over
 from .layers import Layer, replace_module
 from .linear import QLinear
+from .placement.hooks import give_hook, take_hook
 from .planning import LayerPlan
 from .rewrites.record import Rescaled
 from .statistics import Statistics
@@ -68,7 +69,7 @@ class Replacement:
         self._model, self._layers, self._progress = model, layers, progress
         self._device, self._keep, self._trim = device, keep_on_device, trim
         self._done: dict[int, QTensor] = {}  # by the identity that a weight which several layers read had here
-        self._keys = [id(layer.module._parameters.get(layer.attribute)) for layer in layers]
+        self._keys = [layer.identity for layer in layers]
         counts = Counter(key for key, entry in zip(self._keys, entries, strict=True) if entry.target is not None)
         self._shared = {key for key, count in counts.items() if count > 1}
         self._total = sum(entry.target is not None for entry in entries)
@@ -79,9 +80,10 @@ class Replacement:
         for entry, layer in zip(self.entries, self._layers, strict=True):
             if entry.target is None:
                 continue
-            if layer.weight.device.type == "meta":
+            values = layer.values
+            if values.is_meta:
                 raise ValueError(f"{entry.name} is on the meta device and has no values: load the model first")
-            check_weight(layer.weight, f"{entry.name}.weight")
+            check_weight(values, f"{entry.name}.weight")
 
     def carry_out(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
         """Replace the layer at place ``i``, if anything is to become of it: :meth:`round` and :meth:`place`."""
@@ -115,12 +117,14 @@ class Replacement:
         layer, self._layers[i] = self._layers[i], None  # type: ignore[call-overload]
         assert entry.target is not None
         weight = self._done.get(key, found.weight)
-        if weight.device != layer.weight.device and not self._keep:  # another process rounded it
-            weight = moved(weight, layer.weight.device)
+        if weight.device != layer.home and not self._keep:  # another process rounded it
+            weight = moved(weight, layer.home)
+        hook = take_hook(layer.module)
         replacement = _module(layer, weight, entry.target, found.input_scale)
         if key in self._shared:
             self._done[key] = replacement.weight  # so that the next layer shares these very parameters
         replace_module(self._model, layer.names, replacement)
+        give_hook(replacement, hook)
         known = self.entries[i]
         self._told(i, Done(found.loss, (*known.notes, *found.notes), known.rewrites))
 
@@ -145,7 +149,7 @@ class Replacement:
             self._progress(self.entries[i], self._count, self._total)
 
     def _rounded(self, entry: LayerPlan, layer: Layer, target: Target, statistics: Statistics | None) -> RoundedWeight:
-        weight = layer.weight.detach()
+        weight = layer.values.detach()
         check_weight(weight, f"{entry.name}.weight")  # it may have come since the others were checked
         origin = weight.device
         if self._device is not None:

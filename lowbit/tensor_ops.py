@@ -58,7 +58,8 @@ def _to_copy(
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
         raise TypeError(f"the dtype of a QTensor is that of its dequantized weight and must be float, got {dtype}: use codes()")
     where = q.device if device is None else torch.device(device)
-    if q.readers and not q.keeps_layout and q._preferred(where, dtype or q.dtype) != q.byte_layout:
+    leaves = q.device.type != "cpu" and where.type == "cpu"  # bytes are rearranged on the quicker of two devices
+    if leaves and q.readers and not q.keeps_layout and q._preferred(where, dtype or q.dtype) != q.byte_layout:
         canonical = q.canonical()
         canonical.readers, q = q.readers, canonical
     moved = q._apply_to_parts(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype)

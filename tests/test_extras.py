@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "its own call": (derived(__call__=lambda self, x: x), "Derived adds __call__"),
     "its own state": (derived(get_extra_state=lambda self: None), "Derived adds get_extra_state"),
     "forward": (derived(forward=double), "computes something of its own"),
-    "forward of one": (lambda m: setattr(m, "forward", m.forward) or m, "hooks"),
+    "forward of one": (lambda m: setattr(m, "forward", partial(double, m)) or m, "hooks"),
     "compiled": (compiled, "the attribute _compiled_call_impl"),
     "weight hook": (lambda module: listening(module, "register_hook"), "hooks"),
     "gradient hook": (lambda module: listening(module, "register_post_accumulate_grad_hook"), "hooks"),

@@ -60,7 +60,7 @@ RULES: dict[str, tuple[str, ...]] = {
             "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api", "lowbit.methods",
             "lowbit.rewrite", "lowbit.rewrites", "lowbit.rewrites.*",
             "lowbit.__main__", "lowbit.command", "lowbit.command.*", "lowbit.environment",
-            "lowbit.pretrained", "lowbit.pretrained.*",
+            "lowbit.pretrained", "lowbit.pretrained.*", "lowbit.placement", "lowbit.placement.*",
             "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.skeleton",
         ),
         EVERYTHING,

@@ -1,4 +1,4 @@
-"""What torch, accelerate and transformers do to the parameters of a model works on quantized ones."""
+"""What torch and transformers do to the parameters of a model works on quantized ones."""
 
 from __future__ import annotations
 
@@ -97,19 +97,6 @@ def test_what_a_model_says_of_itself(scheme: str) -> None:
     ]
     assert model.half().dtype == torch.float16
     assert logits(model).dtype == torch.float16
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.filterwarnings("ignore:.*offloaded")
-def test_accelerate_offloads_and_dispatches(scheme: str, tmp_path: Path) -> None:
-    from accelerate import cpu_offload, disk_offload, dispatch_model
-
-    model = quantized(scheme)
-    wanted = logits(model)
-    assert torch.equal(logits(cpu_offload(copy.deepcopy(model), torch.device("cpu"))), wanted)
-    assert torch.equal(logits(dispatch_model(copy.deepcopy(model), {"": "cpu"})), wanted)
-    on_disk = disk_offload(copy.deepcopy(model), str(tmp_path), torch.device("cpu"))
-    torch.testing.assert_close(logits(on_disk), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_parametrization_over_a_weight() -> None:

@@ -14,6 +14,7 @@ from ..embedding import QEmbedding
 from ..inserted import Inserted
 from ..linear import QLinear
 from ..packing import pack
+from ..placement.hooks import resident
 from ..scheme import PLAIN_SCALES
 from ..tensor import QTensor
 from ..weight import QuantizedModule
@@ -35,8 +36,8 @@ class _Item(NamedTuple):
 class Inventory:
     """The ``tensors`` of ``model`` and the ``header`` that describes them.
 
-    ``absent(name)`` gives a tensor that the model has on the meta device alone, as it is to be stored; tensors are then
-    shared that are one object.
+    What hooks of accelerate's keep elsewhere is read from there. ``absent(name)`` gives a tensor that the model has on the meta
+    device alone, as it is to be stored; tensors are then shared that are one object.
 
     Raises ``ValueError`` that names what a file cannot hold: tensors on the meta device, sparse ones, the shards of a
     DTensor, a transposed quantized parameter, a module's own extra state; and weights that the model has divided for inference.
@@ -73,16 +74,17 @@ class Inventory:
         if isinstance(module, Inserted):
             self.header.inserted[prefix] = {"kind": module.kind, **module.settings}
         if isinstance(module, (QLinear, QEmbedding)):
-            entry = _module_entry(module)
+            entry, weight = _module_entry(module), resident(module, "weight", module.weight)
+            assert isinstance(weight, QTensor)
             self.header.quantized[prefix] = entry
-            yield from self._weight_items(prefix, module.weight, entry)
+            yield from self._weight_items(prefix, weight, entry)
             taken = ("weight",)
         elif isinstance(module, QuantizedModule) or type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"{prefix or 'the model'}: a {type(module).__name__} has state of its own that no file can hold")
         for name, parameter in module._parameters.items():
             if parameter is None or name in taken:
                 continue
-            path = joined(prefix, name)
+            path, parameter = joined(prefix, name), resident(module, name, parameter)  # type: ignore[assignment]
             if isinstance(parameter, QTensor):
                 if parameter.transposed or parameter.dim() < 2:
                     raise ValueError(f"{path}: a parameter [..., N, K] that is not transposed can be stored, got {parameter!r}")
@@ -97,7 +99,7 @@ class Inventory:
             path = joined(prefix, name)
             if name in module._non_persistent_buffers_set:
                 self.header.nonpersistent.append(path)
-            yield self._plain_item(path, buffer)
+            yield self._plain_item(path, resident(module, name, buffer))
 
     def _weight_items(self, prefix: str, weight: QTensor, entry: Entry) -> Iterator[_Item]:
         for part, spec in entry.parts().items():

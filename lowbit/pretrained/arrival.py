@@ -1,25 +1,48 @@
-"""Registers lowbit with transformers once transformers' quantizers are imported, before lowbit or after it.
+"""Registers lowbit with other libraries once the module of theirs that knows of quantizers, or that places weights, is imported,
+before lowbit or after it.
 
-``import lowbit`` does it, and imports nothing for it: where ``transformers.quantizers.auto`` is not loaded yet, a finder waits
-in ``sys.meta_path`` for that one name, lets the other finders find it, and is gone once the module has run.
+``import lowbit`` does it, and imports nothing for it: where a module in :data:`AWAITED` is not loaded yet, a finder waits in
+``sys.meta_path`` for that one name, lets the other finders find it, and is gone once the module has run.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ["expect"]
+__all__ = ["AWAITED", "expect"]
 
-_AWAITED = "transformers.quantizers.auto"
+
+def _transformers(module: ModuleType) -> None:
+    if hasattr(module, "register_quantizer"):  # transformers 4.50 and later
+        from .quantizer import register
+
+        register(module)
+
+
+def _accelerate(module: ModuleType) -> None:
+    from ..placement.wrapping import wrap_accelerate
+
+    wrap_accelerate(module)
+
+
+AWAITED: dict[str, Callable[[ModuleType], None]] = {
+    "transformers.quantizers.auto": _transformers,
+    "accelerate.utils.modeling": _accelerate,
+}
+"""Modules by name, and what is called with each once it has run."""
 
 
 class _Finder:
     """Finds nothing of its own: what it does to the module that it waits for is to look at it when it has run."""
 
+    def __init__(self, awaited: str) -> None:
+        self.awaited = awaited
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _AWAITED:
+        if name != self.awaited:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -39,22 +62,17 @@ class _Finder:
             run(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            _register(module)
+            AWAITED[self.awaited](module)
 
         loader.exec_module = run_and_register
 
 
-def _register(module: ModuleType) -> None:
-    if hasattr(module, "register_quantizer"):  # transformers 4.50 and later
-        from .quantizer import register
-
-        register(module)
-
-
 def expect() -> None:
-    """Register now if transformers' quantizers are loaded, and else when they are."""
-    loaded = sys.modules.get(_AWAITED)
-    if loaded is not None:
-        _register(loaded)
-    elif not any(type(finder).__qualname__ == _Finder.__qualname__ for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Register now with what is loaded, and with the others when they are."""
+    waiting = {finder.awaited for finder in sys.meta_path if type(finder).__qualname__ == _Finder.__qualname__}  # type: ignore[attr-defined]
+    for name, register in AWAITED.items():
+        loaded = sys.modules.get(name)
+        if loaded is not None:
+            register(loaded)
+        elif name not in waiting:
+            sys.meta_path.insert(0, _Finder(name))

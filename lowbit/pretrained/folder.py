@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ class Folder:
     quantized parameters that are no module's.
     """
 
-    def __init__(self, model: Any, files: Sequence[str] | None, device_map: Any = None) -> None:
+    def __init__(self, model: Any, files: Sequence[str] | None) -> None:
         if not files:
             raise CheckpointError("a quantized model is loaded from a folder: give from_pretrained its path, and no state_dict")
         folder = Path(files[0]).parent
@@ -59,13 +58,6 @@ class Folder:
             _cast(model, wanted)
         self._fixed = {joined(path, "input_scale") for path, entry in self._header.quantized.items() if entry.input_scale}
         self._sizes = {joined(path, "weight"): _element_size(entry) for path, entry in self._header.quantized.items()}
-        self._on_disk = frozenset(path for path in self._header.quantized if _place(device_map, path) == "disk")
-        if self._on_disk:
-            warnings.warn(
-                f"{len(self._on_disk)} quantized layers are offloaded to disk, where they are dequantized floats of "
-                f"{model.config.dtype}: map them to a device or the cpu to keep them quantized",
-                stacklevel=2,
-            )
         self._prepare(model)
 
     def _stored(self, name: str) -> str:
@@ -88,7 +80,7 @@ class Folder:
         }
 
     def conversions(self) -> list[WeightConverter]:
-        return [WeightParts(self._header.quantized, self._on_disk)]
+        return [WeightParts(self._header.quantized)]
 
     def keeps(self, converter: Any) -> bool:
         """Whether the tensors that ``converter`` takes keep their dtype."""
@@ -112,15 +104,6 @@ class Folder:
                 module._settle()
         if self._as_stored:
             model.config.dtype = float_dtype(model)
-
-
-def _place(device_map: Any, path: str) -> Any:
-    """Where ``device_map`` sends the module ``path``."""
-    if not isinstance(device_map, dict):
-        return device_map
-    while path and path not in device_map:
-        path = path.rpartition(".")[0]
-    return device_map.get(path)
 
 
 def _element_size(entry: Entry) -> float:

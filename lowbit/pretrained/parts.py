@@ -20,18 +20,17 @@ class WeightParts(WeightConverter):
     """Tells transformers that the tensors ``NAME.packed``, ``NAME.scale`` ... of each quantized layer are one ``NAME.weight``.
 
     ``entries``: what the header says of each layer, by its name. A pattern, which transformers would search for in every name,
-    could not tell a ``scale`` of a quantized layer from that of any other module. ``on_disk``: names of layers that a device map
-    sends to disk, where transformers and accelerate keep plain tensors alone: they become dequantized floats.
+    could not tell a ``scale`` of a quantized layer from that of any other module.
     """
 
-    __slots__ = ("_entries", "_on_disk")
+    __slots__ = ("_entries",)
 
-    def __init__(self, entries: dict[str, Entry], on_disk: frozenset[str] = frozenset()) -> None:
-        super().__init__(list(_PARTS), "weight", [_Assembled(entries, on_disk)])
-        self._entries, self._on_disk = entries, on_disk
+    def __init__(self, entries: dict[str, Entry]) -> None:
+        super().__init__(list(_PARTS), "weight", [_Assembled(entries)])
+        self._entries = entries
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightParts:  # transformers wants one for each weight
-        return WeightParts(self._entries, self._on_disk)
+        return WeightParts(self._entries)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         path, _, part = source_key.rpartition(".")
@@ -42,8 +41,8 @@ class WeightParts(WeightConverter):
 
 
 class _Assembled(ConversionOps):
-    def __init__(self, entries: dict[str, Entry], on_disk: frozenset[str]) -> None:
-        self._entries, self._on_disk = entries, on_disk
+    def __init__(self, entries: dict[str, Entry]) -> None:
+        self._entries = entries
 
     def convert(
         self,
@@ -62,5 +61,6 @@ class _Assembled(ConversionOps):
             tensor = found[0] if isinstance(found, list) else found
             parts[part] = unpack(tensor, *packing[part]) if part in packing else tensor
         weight = QTensor(*parts.values(), entry.scheme, entry.shape, outline.dtype)
-        given = weight.dequantize() if path in self._on_disk else weight
-        return {target_patterns[0]: nn.Parameter(given, requires_grad=False)}
+        if (held := getattr(outline, "readers", None)) is not None:
+            weight.readers = held  # which a weight that goes to disk has with it
+        return {target_patterns[0]: nn.Parameter(weight, requires_grad=False)}

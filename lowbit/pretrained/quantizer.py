@@ -36,9 +36,11 @@ class LowbitQuantizer(HfQuantizer):
     quantization_config: Config
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LowbitQuantizer:  # copies and pickles come through here as well
+        from ..placement.wrapping import wrap_offload_weight
         from .resizing import wrap_resize_token_embeddings
         from .saving import wrap_save_pretrained
 
+        wrap_offload_weight()
         wrap_resize_token_embeddings()
         wrap_save_pretrained(lambda model: isinstance(getattr(model, "hf_quantizer", None), LowbitQuantizer))
         return super().__new__(cls)
@@ -73,7 +75,7 @@ class LowbitQuantizer(HfQuantizer):
         QTensor._is_hf_initialized = True  # type: ignore[attr-defined] # models fill with random numbers what is not marked so
         with torch.device("cpu"):  # all that is made here without a device would be made on the meta device
             if self.pre_quantized:
-                self._loading = Folder(model, checkpoint_files, device_map)
+                self._loading = Folder(model, checkpoint_files)
             else:
                 self._loading = Stream(model, self.quantization_config.recipe, device_map, checkpoint_files)
                 self.plan = self._loading.plan

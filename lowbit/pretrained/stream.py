@@ -110,24 +110,20 @@ class Stream:
         return self._bytes.get(name)
 
     def finish(self, model: Any) -> None:
-        """Quantize what had to wait, and hand the hooks of dispatched layers on."""
+        """Quantize what had to wait."""
         self._deaf()
         model.__class__ = self._kind
         if self._absent is None and self._files:
             raise unheard()
         self._leave_new_ones()
         late = [*self._late, *self._waiting.values()]
-        hooks = [(entry.names, _taken_hook(layer.module)) for entry, layer in late]
         for entry, layer in late:
-            if layer.weight.device.type == "meta":
+            if layer.values.is_meta:
                 raise ValueError(
                     f"{entry.name} was sent to disk by device_map before it could be quantized: "
                     "quantize the model first (lowbit quantize), and load that folder"
                 )
         self._replace(late)
-        for names, hook in hooks:
-            if hook is not None:
-                _give_hook(model.get_submodule(names[0]), hook)
         for module in self._streamed:
             bias = module._parameters.get("bias")
             if bias is not None and not bias.is_meta and not getattr(bias, "_is_hf_initialized", False):
@@ -165,19 +161,3 @@ def _device(device_map: Any) -> torch.device:
             return torch.device(place)
     chosen = isinstance(device_map, str) and torch.cuda.is_available()  # "auto" and its like
     return torch.device("cuda" if chosen else "cpu")
-
-
-def _taken_hook(module: nn.Module) -> Any:
-    """accelerate's hook of a dispatched layer, taken off it."""
-    hook = getattr(module, "_hf_hook", None)
-    if hook is not None:
-        from accelerate.hooks import remove_hook_from_module
-
-        remove_hook_from_module(module)
-    return hook
-
-
-def _give_hook(module: nn.Module, hook: Any) -> None:
-    from accelerate.hooks import add_hook_to_module
-
-    add_hook_to_module(module, hook)

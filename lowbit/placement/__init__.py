@@ -1,0 +1,1 @@
+"""accelerate: where the weights of a model are kept, and where it computes with them."""

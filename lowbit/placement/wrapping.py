@@ -1,0 +1,105 @@
+"""What accelerate does with weights by their dtype and number of values, done by what a quantized weight is.
+
+Its functions are wrapped, once accelerate is imported, and are what they were for every other tensor: none of them asks it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+__all__ = ["replace_everywhere", "wrap_accelerate", "wrap_offload_weight"]
+
+
+def wrap_accelerate(modeling: ModuleType) -> None:
+    """Wrap what ``modeling``, which is ``accelerate.utils.modeling``, and its neighbours have for the weights of a model."""
+    offload = sys.modules["accelerate.utils.offload"]
+    if hasattr(modeling.compute_module_sizes, "__lowbit__"):
+        return
+    replace_everywhere(modeling.compute_module_sizes, _with_true_sizes(modeling.compute_module_sizes, modeling.CustomDtype.FP8))
+    replace_everywhere(offload.offload_weight, _with_codes(offload.offload_weight))
+    offload.OffloadedWeightsLoader.__getitem__ = _reading_codes(offload.OffloadedWeightsLoader.__getitem__)
+
+
+def wrap_offload_weight() -> None:
+    """Wrap the function of transformers that writes a weight to disk while it loads a model."""
+    from transformers.integrations import accelerate as integration
+
+    if not hasattr(integration.offload_weight, "__lowbit__"):
+        replace_everywhere(integration.offload_weight, _with_codes(integration.offload_weight))
+
+
+def replace_everywhere(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Let every module that has the function ``old`` under its name have ``new``: modules import functions by their names."""
+    name = old.__name__
+    new.__lowbit__ = True  # type: ignore[attr-defined]
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
+
+
+def _with_true_sizes(compute: Callable[..., Any], byte: Any) -> Callable[..., Any]:
+    """``compute_module_sizes``, which counts values. ``byte``: what it takes for a dtype of one byte."""
+
+    @functools.wraps(compute)
+    def compute_module_sizes(
+        model: Any, dtype: Any = None, special_dtypes: Any = None, buffers_only: bool = False, **options: Any
+    ) -> Any:
+        given = special_dtypes or {}
+        found = {} if buffers_only else {name: p for name, p in _weights(model) if name not in given}
+        if not found:
+            return compute(model, dtype, special_dtypes, buffers_only, **options)
+        sizes = compute(model, dtype, {**given, **dict.fromkeys(found, byte)}, buffers_only, **options)
+        for name, weight in found.items():
+            parts = name.split(".")
+            for i in range(len(parts) + 1):
+                sizes[".".join(parts[:i])] += weight.nbytes - weight.numel()
+        return sizes
+
+    return compute_module_sizes
+
+
+def _weights(model: Any) -> list[tuple[str, Any]]:
+    """The quantized parameters of ``model``."""
+    tensor = sys.modules.get("lowbit.tensor")  # where that is not imported there is none
+    return [] if tensor is None else [(name, p) for name, p in model.named_parameters() if isinstance(p, tensor.QTensor)]
+
+
+def _is_quantized(weight: Any) -> bool:
+    tensor = sys.modules.get("lowbit.tensor")
+    return tensor is not None and isinstance(weight, tensor.QTensor)
+
+
+def _with_codes(write: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(write)
+    def offload_weight(weight: Any, weight_name: str, offload_folder: Any, index: Any = None) -> Any:
+        if not _is_quantized(weight) or offload_folder is None:
+            return write(weight, weight_name, offload_folder, index)
+        from .disk import write_codes
+
+        entry = write_codes(weight, weight_name, offload_folder)
+        if index is not None:
+            index[weight_name] = entry
+        return index
+
+    return offload_weight
+
+
+def _reading_codes(read: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def get(self: Any, key: str) -> Any:
+        entry = None if key in self.state_dict else self.index.get(key)
+        if entry is None or KEY not in entry:
+            return read(self, key)
+        from .disk import read_codes
+
+        return read_codes(entry, self.save_folder)
+
+    return get
+
+
+KEY = "lowbit_file"
+"""What the entry of a quantized weight has in the index of an offload folder."""
