@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .tensor import QTensor
 from .weight import QuantizedModule
@@ -27,7 +28,7 @@ class QEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
 
     def forward(self, input: Tensor) -> Tensor:
         """``input``, indices of any shape, to [..., embedding_dim]."""
-        return F.embedding(input, self.weight)
+        return self._in_graph(input) if isinstance(input, Proxy) else F.embedding(input, self.weight)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self._quantization_repr()}"

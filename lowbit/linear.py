@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .grid import Scales, to_codes, to_values
 from .scales import choose
@@ -32,8 +33,9 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     put there. ``fused``: the layers that read the same tensor and are multiplied with this one, after :func:`lowbit.fuse_`.
     """
 
-    transform: nn.Module | None
-    input_scale: Tensor | None
+    if TYPE_CHECKING:  # alone: torch.jit.trace would read these, and knows no such types
+        transform: nn.Module | None
+        input_scale: Tensor | None
     fused: Fused | None = None
     _place = 0
     _rounds: Activation | None = None
@@ -64,6 +66,8 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         An ``input`` that is rounded to the layer's ``activation`` already is multiplied as it is.
         """
         x = input
+        if type(x) is not Tensor and isinstance(x, Proxy):
+            return self._in_graph(x)
         if (fused := self.fused) is not None and (y := fused.part(self, x)) is not None:
             return y
         if type(x) is not Tensor and isinstance(x, QTensor):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .packing import packed_size, unpack
@@ -26,6 +27,15 @@ class QuantizedModule(nn.Module):
 
     weight: QTensor  # which is a parameter
     activation: Scheme | None = None
+
+    # A program that torch.jit.trace writes has the weight's parts as constants. A weight, which has no storage, could not be
+    # saved beside them; torch leaves out what is named here of a module that exports a method.
+    __jit_ignored_attributes__ = ("weight", "activation", "_rounds", "fused")
+    __jit_unused_properties__ = ("scheme", "_operator")
+
+    @torch.jit.export
+    def _exported(self) -> None:
+        return None
 
     def _adopt(self, weight: Tensor) -> None:
         if is_traceable_wrapper_subclass(weight) and not isinstance(weight, QTensor):  # the shards of a DTensor
@@ -124,6 +134,13 @@ class QuantizedModule(nn.Module):
                 )
             parts[name] = part
         return _assemble(parts, scheme, (n, k), held.dtype, "canonical", False)
+
+    def _in_graph(self, x: Proxy) -> Any:
+        """The node that torch.fx makes of a call of this layer, as of one of its own: a graph calls the layer as a whole."""
+        path = x.tracer.path_of_module(self)  # type: ignore[attr-defined]
+        if not path:
+            raise ValueError(f"a {type(self).__name__} is one node of a graph: trace a module that holds it")
+        return x.tracer.create_proxy("call_module", path, (x,), {})
 
     def _quantization_repr(self) -> str:
         weight = local(self.weight)

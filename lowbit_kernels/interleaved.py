@@ -60,11 +60,16 @@ def _rows(words: Tensor, scheme: Scheme) -> Tensor:
 
 def _turned(numbers: Tensor) -> Tensor:
     """Those of whole blocks of rows [..., N, G], row by row, as [..., N, G] that hold [N / 32, G, 32]."""
-    return numbers.unflatten(-2, (-1, ROWS)).transpose(-1, -2).contiguous().view(numbers.shape)
+    return _flat(numbers.unflatten(-2, (-1, ROWS)).transpose(-1, -2)).view(numbers.shape)
 
 
 def _turned_back(numbers: Tensor) -> Tensor:
-    return numbers.reshape(*numbers.shape[:-2], -1, numbers.shape[-1], ROWS).transpose(-1, -2).contiguous().view(numbers.shape)
+    return _flat(numbers.reshape(*numbers.shape[:-2], -1, numbers.shape[-1], ROWS).transpose(-1, -2)).view(numbers.shape)
+
+
+def _flat(numbers: Tensor) -> Tensor:
+    """Contiguous, with strides that say so: those of a dimension of 1 may be any, and no view of another dtype takes them."""
+    return numbers.contiguous().view(-1)
 
 
 def arrange(packed: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -88,12 +93,12 @@ def restore(packed: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, 
 
 def _as_integers(words: Tensor) -> Tensor:
     """Words [..., 4] as integers [...]: torch moves them in a fourth of the time that their bytes take."""
-    flat = words.contiguous().view(-1)
+    flat = _flat(words)
     return (flat if flat.storage_offset() % _BYTES == 0 else flat.clone()).view(torch.int32).view(words.shape[:-1])
 
 
 def _as_bytes(words: Tensor) -> Tensor:
-    return words.contiguous().view(-1).view(torch.uint8)
+    return _flat(words).view(torch.uint8)
 
 
 def _blocks(packed: Tensor, scheme: Scheme, k: int) -> Tensor:

@@ -222,7 +222,7 @@ def _matrix_bytes(packed: Tensor, inner: list[Tensor], scheme: Scheme, k: int) -
     pieces = [_bytes_of_codes(codes, scheme)]
     for part in inner:
         size = unit.groups * part.element_size()
-        raw = part.contiguous().view(torch.uint8)
+        raw = part.contiguous().view(-1).view(torch.uint8).view(n, -1)  # strides of a dimension of 1 may be any
         pieces.append(_bytes_by_group(_cut(raw, tiles, units, size), unit.groups))
     body = torch.cat(pieces, dim=-1)
     return torch.nn.functional.pad(body, (0, unit.nbytes - body.shape[-1]))

@@ -191,6 +191,7 @@ def test_the_layout_follows_the_module() -> None:
     assert torch.equal(module.weight, plain)
 
 
+@pytest.mark.works_with("torch", ".to(dtype), .half(), .float()")
 @pytest.mark.usefixtures("cpu_reads_tiles")
 @pytest.mark.parametrize("way", ["swap", "overwrite", "set data"])
 def test_each_way_that_torch_converts_parameters(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +375,7 @@ def test_spans_are_whole_tiles_and_small(n: int, k: int) -> None:
 # ---- weights that are put in past the module ---------------------------------------------------------------------
 
 
+@pytest.mark.works_with("torch", "functional_call")
 @pytest.mark.parametrize("scheme", ["int8", "int4", "int4_row", "int3_g48", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.usefixtures("cpu_reads_tiles")

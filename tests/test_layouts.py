@@ -163,3 +163,18 @@ def test_the_operator_refuses_another_layout_s_bytes() -> None:
         torch.ops.lowbit.linear(torch.ones(130), *parts, "tiles")
     with pytest.raises(ValueError, match="no layout named 'bricks'; there are canonical, tiles"):
         torch.ops.lowbit.linear(torch.ones(130), *parts, "bricks")
+
+
+@pytest.mark.parametrize("name", ["int4", "int3", "nvfp4", "int8", "uint4:g32:zfloat:fp16"])
+@pytest.mark.parametrize("there", sorted(LAYOUTS))
+@pytest.mark.parametrize("first", sorted(LAYOUTS))
+def test_any_layout_can_follow_any_other(first: str, there: str, name: str) -> None:
+    """One group or several: a dimension of 1 may have any stride, which bytes are not viewed by."""
+    for k in (64, 256):
+        q = QTensor.quantize(torch.randn(32, k), name)
+        turned = q.to_layout(first).to_layout(there)
+        assert torch.equal(turned, q)
+        assert torch.equal(turned.dequantize(), q.dequantize())
+        for name_of, part in q._parts().items():
+            if part.dim():
+                assert torch.equal(getattr(turned.canonical(), name_of).view(torch.uint8), part.view(torch.uint8))

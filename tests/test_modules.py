@@ -151,6 +151,7 @@ def test_another_weight() -> None:
 # ---- moves -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.works_with("torch", ".to(dtype), .half(), .float()")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("scheme", ["int4", "nvfp4", "uint4:g16:zfloat:fp32"])
 def test_a_cast_changes_no_stored_byte(scheme: str, dtype: torch.dtype) -> None:
@@ -166,6 +167,8 @@ def test_a_cast_changes_no_stored_byte(scheme: str, dtype: torch.dtype) -> None:
     assert QEmbedding(make(scheme, 6, 40)).to(dtype)(torch.tensor([0])).dtype == dtype
 
 
+@pytest.mark.works_with("torch", "share_memory_")
+@pytest.mark.works_with("torch", "meta device, to_empty")
 def test_devices_and_shared_memory() -> None:
     module = linear("nvfp4")
     meta = copy.deepcopy(module).to("meta")
@@ -177,6 +180,7 @@ def test_devices_and_shared_memory() -> None:
     assert all(part.is_shared() for part in stored(module.share_memory()).values())
 
 
+@pytest.mark.works_with("torch", "deepcopy")
 def test_deepcopy_and_ties() -> None:
     module = linear()
     other = copy.deepcopy(module)
@@ -201,6 +205,7 @@ def test_deepcopy_and_ties() -> None:
 # ---- states ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.works_with("torch", "load_state_dict(assign=)")
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("scheme", ["int8", "int3", "nvfp4"])
 def test_state_dict(scheme: str, assign: bool) -> None:

@@ -74,6 +74,7 @@ def test_a_state_of_parts_that_do_not_fit_is_refused_with_the_names() -> None:
         assert torch.equal(layer.weight, before)
 
 
+@pytest.mark.works_with("torch", "AveragedModel")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_averages_of_a_frozen_model_are_the_model(scheme: str) -> None:
     model = quantized(scheme)
@@ -85,6 +86,7 @@ def test_averages_of_a_frozen_model_are_the_model(scheme: str) -> None:
         assert torch.equal(logits(averaged.module), logits(model))
 
 
+@pytest.mark.works_with("torch", "num_parameters")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_a_model_says_of_itself(scheme: str) -> None:
     plain, model = models.llama(), quantized(scheme)
@@ -99,6 +101,7 @@ def test_what_a_model_says_of_itself(scheme: str) -> None:
     assert logits(model).dtype == torch.float16
 
 
+@pytest.mark.works_with("torch", "parametrize")
 def test_a_parametrization_over_a_weight() -> None:
     class Doubled(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
@@ -113,6 +116,8 @@ def test_a_parametrization_over_a_weight() -> None:
     assert torch.equal(layer(x), y)
 
 
+@pytest.mark.works_with("torch", "swap_tensors")
+@pytest.mark.works_with("torch", "torch.func")
 @pytest.mark.parametrize("scheme", ["int4", "nvfp4"])
 def test_torch_func_and_swapped_tensors(scheme: str) -> None:
     layer, x = QLinear(QTensor.quantize(torch.randn(8, 64), scheme)), torch.randn(3, 64)
@@ -131,6 +136,7 @@ def test_torch_func_and_swapped_tensors(scheme: str) -> None:
     torch.testing.assert_close(layer(x), x @ theirs.t(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.works_with("torch", "pickle, spawn")
 def test_a_whole_model_goes_through_a_file(tmp_path: Path) -> None:
     model = quantized("int4")
     file = io.BytesIO()

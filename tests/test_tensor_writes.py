@@ -34,6 +34,7 @@ rows = st.tuples(st.integers(-N, N), st.integers(-N, N), st.integers(1, 3)).map(
 # ---- what is written is there ------------------------------------------------------------------------------------
 
 
+@pytest.mark.works_with("torch", "copy_, slices that write through")
 @PROPERTY
 @given(schemes(), ways, ways, rows)
 def test_codes_written_into_rows_are_the_tensors(scheme: Scheme, layout: str, other: str, where: slice) -> None:
@@ -53,6 +54,7 @@ def test_codes_written_into_rows_are_the_tensors(scheme: Scheme, layout: str, ot
     assert torch.equal(seen.dequantize(), wanted[where])
 
 
+@pytest.mark.works_with("torch", "copy_, slices that write through")
 @PROPERTY
 @given(schemes(), ways, st.integers(0, 2), st.integers(1, 3))
 def test_codes_written_into_columns(scheme: Scheme, layout: str, first: int, count: int) -> None:
@@ -83,6 +85,7 @@ def test_values_that_it_has_change_no_byte(scheme: Scheme, layout: str, way: str
     assert q.byte_layout == before.byte_layout
 
 
+@pytest.mark.works_with("torch", ".data, .data =")
 @PROPERTY
 @given(schemes(), ways)
 def test_floats_are_rounded_to_nearest(scheme: Scheme, layout: str) -> None:
@@ -136,6 +139,7 @@ def test_what_two_slices_share_is_not_overwritten() -> None:
 # ---- a layer's weight ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.works_with("torch", ".data, .data =")
 @pytest.mark.parametrize("scheme", ["int8", "int4", "int3", "nf4", "nvfp4", "mxfp4", "fp8"])
 def test_a_weight_that_is_changed_is_what_the_layer_multiplies_by(scheme: str) -> None:
     layer = QLinear(make(scheme, N, K))
@@ -158,6 +162,7 @@ def test_a_weight_that_is_changed_is_what_the_layer_multiplies_by(scheme: str) -
         torch.testing.assert_close(layer(x), x @ layer.weight.dequantize().t(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.works_with("torch", ".data, .data =")
 def test_data_of_another_dtype_device_or_scheme() -> None:
     layer = QLinear(make("int4", N, K), nn.Parameter(torch.randn(N)))
     weight = layer.weight
@@ -171,6 +176,7 @@ def test_data_of_another_dtype_device_or_scheme() -> None:
         weight.data = torch.zeros(N, K - 1)
 
 
+@pytest.mark.works_with("torch", "requires_grad_")
 def test_a_gradient_that_is_asked_for_is_refused_in_backward() -> None:
     for scheme in ("int4", "mxfp4", "nvfp4"):
         layer = QLinear(make(scheme, N, K), nn.Parameter(torch.zeros(N)))
