@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from .grid import Scales, to_codes, to_values
-from .scales import choose
+from .scales import rounded_tokens
 from .scheme import Scheme
 from .tensor import QTensor
 from .tensor_products import Activation, product
@@ -88,11 +87,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     def _rounded(self, x: Tensor) -> Tensor:
         """``x`` as products with a QTensor weight see it."""
         assert self.activation is not None
-        rows, scheme = x.float(), self.activation
-        scales = choose(rows, scheme)
-        if self.input_scale is not None:
-            scales = Scales(self.input_scale.to(scales.scale.dtype).expand_as(scales.scale))
-        return to_values(to_codes(rows, scheme, scales), scheme, scales).to(x.dtype)
+        return rounded_tokens(x.float(), self.activation, self.input_scale).to(x.dtype)
 
     def _of_codes(self, x: QTensor) -> Tensor:
         """The product of tokens that were rounded before."""

@@ -12,7 +12,16 @@ from .formats import format_named
 from .grid import Scales, grouped, scale_values, to_codes, to_values
 from .scheme import PLAIN_SCALES, Scheme
 
-__all__ = ["choose", "least_cost", "nearest_scale", "outer_of", "round_scale", "squared"]
+__all__ = [
+    "choose",
+    "least_cost",
+    "nearest_scale",
+    "outer_of",
+    "round_scale",
+    "rounded_tokens",
+    "squared",
+    "token_scales",
+]
 
 METHODS = ("range", "mse")
 _SHRINKS = torch.linspace(1.0, 0.4, 25, dtype=torch.float32, device="cpu").tolist()
@@ -176,3 +185,56 @@ def _with_zero_point(stored: Tensor, low: Tensor, scheme: Scheme, outer: Tensor 
         zero = zero.round().clamp(0, scheme.fmt.max)
     assert scheme.zero_point_dtype is not None
     return Scales(stored, zero.to(scheme.zero_point_dtype), outer)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+def token_scales(x: Tensor, scheme: Scheme) -> Scales:
+    """Scales for tokens ``x`` [..., 1, K] (float32 or float64), each a matrix of one row: what stands in others counts for none.
+
+    They cover the largest value of each group, as the method ``"range"`` of :func:`choose` does. One that its format cannot
+    hold is held at the largest number that it can: values beyond saturate, as under a fixed scale. A group with NaN or
+    infinity has the scale NaN, where the format has one.
+    """
+    low, high = torch.aminmax(grouped(x, scheme.group(x.shape[-1])), dim=-1)
+    finite = torch.isfinite(low) & torch.isfinite(high)
+    low, high = torch.where(finite, low.clamp(max=0), 0.0), torch.where(finite, high.clamp(min=0), 0.0)
+    fmt, symmetric, outer = scheme.fmt, scheme.zero_point == "none", None
+    absmax = torch.maximum(low.abs(), high)
+    if scheme.outer:
+        most = absmax.flatten(-2).amax(-1) if absmax.numel() else absmax.new_zeros(absmax.shape[:-2])
+        outer = outer_scale(most.clamp(max=torch.finfo(torch.float32).max), scheme)
+    if scheme.scale == "e8m0":
+        reach = (absmax, fmt.symmetric_max) if symmetric else (high / 2 - low / 2, fmt.max / 2)
+        stored = _power_of_two(*reach)
+    else:
+        value = _over(absmax, fmt.symmetric_max) if symmetric else _over(high, fmt.max) - _over(low, fmt.max)
+        if outer is not None:
+            above = outer[..., None, None].to(value.dtype)
+            value = value / torch.where(above == 0, 1.0, above)
+        stored = nearest_scale(value, scheme)
+    nan: float | None = math.nan
+    if scheme.scale in PLAIN_SCALES:
+        stored = stored.clamp(max=torch.finfo(stored.dtype).max)
+    else:
+        nan = format_named(scheme.scale).nan
+    found = Scales(stored, None, outer) if symmetric else _with_zero_point(stored, low, scheme, outer)
+    return found if nan is None else found._replace(scale=torch.where(finite, stored, nan).to(stored.dtype))
+
+
+def rounded_tokens(x: Tensor, scheme: Scheme, fixed: Tensor | None = None) -> Tensor:
+    """The numbers that tokens ``x`` [..., K] (float32 or float64) are rounded to before a product, in the dtype of ``x``.
+
+    Each token has its own :func:`token_scales`, or all have the one number ``fixed``. NaN and infinity are NaN, since no code
+    means either: so is a product with them.
+    """
+    finite, k = torch.isfinite(x), x.shape[-1]
+    tokens = torch.where(finite, x, 0.0)[..., None, :]
+    if fixed is None:
+        scales = token_scales(tokens, scheme)
+    else:
+        one = fixed.to(scheme.scale_dtype).reshape((1,) * tokens.dim())
+        scales = Scales(one.expand(*tokens.shape[:-1], scheme.groups(k)))
+    rounded = to_values(to_codes(tokens, scheme, scales), scheme, scales, x.dtype)[..., 0, :]
+    return torch.where(finite, rounded, math.nan)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.grid import Scales, to_codes
-from lowbit.scales import choose
+from lowbit.scales import token_scales
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from .bound import Bound, Product, direct
@@ -160,15 +160,14 @@ def int8_products(
 ) -> Tensor:
     """``x @ W.T + bias`` with rows of ``x`` rounded to int8 and one scale a row of int8 weights: torch's integer product."""
     rows = x.reshape(-1, x.shape[-1]).float()
-    if input_scale is None:
-        scales = choose(rows, activation)
-    else:
-        scales = Scales(input_scale.float().reshape(1, 1).expand(rows.shape[0], 1))
-    codes = to_codes(rows, activation, scales).view(torch.int8)
+    scale_of = token_scales(rows[:, None], activation).scale[:, 0]  # NaN where a token has no codes
+    if input_scale is not None:
+        scale_of = torch.where(scale_of.isnan(), scale_of, input_scale.float().reshape(1, 1))
+    codes = to_codes(rows, activation, Scales(scale_of)).view(torch.int8)
     weight = packed.view(torch.int8).t()
     few = weight.shape[0] < _FEW  # torch takes a matrix of one row for another of one column
     y = codes.float() @ weight.float() if few else torch._int_mm(codes, weight).float()
-    y = y.mul_(scales.scale).mul_(scale.float().t())
+    y = y.mul_(scale_of).mul_(scale.float().t())
     if bias is not None:
         y += bias.float()
     return y.to(x.dtype).reshape(*x.shape[:-1], packed.shape[0])

@@ -54,9 +54,7 @@ def _refuse(w: Tensor, scheme: Scheme) -> None:
 
 
 def _also(call: Call) -> str | None:
-    if call.method not in (None, "range"):
-        return f"method: takes range, got {call.method}"
-    return "size: takes weights with elements, got none" if call.n == 0 or call.k == 0 else None
+    return None if call.method in (None, "range") else f"method: takes range, got {call.method}"
 
 
 register(

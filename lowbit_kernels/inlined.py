@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import Format
-from lowbit.grid import Scales, scale_values, to_codes, to_values
+from lowbit.grid import Scales, scale_values, to_values
 from lowbit.packing import unpack
+from lowbit.scales import rounded_tokens
 from lowbit.scheme import Scheme
 
 from .layouts import LAYOUTS, Parts
@@ -104,10 +105,6 @@ def quantized_linear(
     input_scale: Tensor,
 ) -> Tensor:
     """:func:`linear` with ``x`` rounded to ``activation`` under ``input_scale`` first, and products in float32."""
-    rows = x.reshape(-1, k).to(torch.float32)
-    one = input_scale.to(activation.scale_dtype).reshape(1, 1)
-    scales = Scales(one.expand(rows.shape[0], activation.groups(k)))
-    rounded = to_values(to_codes(rows, activation, scales), activation, scales)
+    rounded = rounded_tokens(x.to(torch.float32), activation, input_scale)
     shift = None if bias is None else bias.to(torch.float32)
-    y = linear(rounded, packed, scale, zero_point, outer, shift, scheme, layout, k)
-    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+    return linear(rounded, packed, scale, zero_point, outer, shift, scheme, layout, k).to(x.dtype)

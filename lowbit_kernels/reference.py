@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.grid import Scales, to_codes, to_values
 from lowbit.packing import pack_unchecked, packed_size, unpack
-from lowbit.scales import choose, outer_scale
+from lowbit.scales import choose, outer_scale, rounded_tokens, token_scales
 from lowbit.scheme import Scheme
 
 from .registry import Kernel, register
@@ -107,33 +107,21 @@ def quantized_linear(
 ) -> Tensor:
     """:func:`linear` with ``x`` rounded to ``activation``: a scale a token, or ``input_scale`` for all of them."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows = x.reshape(-1, x.shape[-1]).to(compute)
-    if input_scale is None:
-        scales = choose(rows, activation)
-    else:
-        scales = Scales(
-            input_scale.to(activation.scale_dtype).reshape(1, 1).expand(rows.shape[0], activation.groups(rows.shape[-1]))
-        )
-    rows = to_values(to_codes(rows, activation, scales), activation, scales, compute)
+    rows = rounded_tokens(x.to(compute), activation, input_scale)
     weight = dequantize(packed, scale, zero_point, outer, scheme, x.shape[-1], compute)
-    y = torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(compute))
-    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+    return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(compute)).to(x.dtype)
 
 
 def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, activation: Scheme) -> tuple[Tensor, Tensor]:
     """RMSNorm of ``x`` [..., K], times ``weight`` [K], rounded to ``activation``: packed codes and scales [..., G]."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    k = x.shape[-1]
-    rows = x.reshape(-1, k).to(compute)
+    rows = x.to(compute)
     rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         rows = rows * weight.to(compute)
-    if not k:
-        empty = torch.empty(0, dtype=activation.scale_dtype, device=x.device)
-        return x.new_empty(x.shape, dtype=torch.uint8), empty.expand(*x.shape[:-1], 0)
-    scales = choose(rows, activation)
-    packed = pack_unchecked(to_codes(rows, activation, scales), activation.bits)
-    return packed.reshape(*x.shape[:-1], packed.shape[-1]), scales.scale.reshape(*x.shape[:-1], scales.scale.shape[-1])
+    scale = token_scales(rows[..., None, :], activation).scale[..., 0, :]
+    codes = to_codes(torch.where(torch.isfinite(rows), rows, 0.0), activation, Scales(scale))
+    return pack_unchecked(codes, activation.bits), scale
 
 
 def codes_linear(

@@ -120,6 +120,8 @@ class Kernel:
     def refusal(self, call: Call) -> str | None:
         """The field of ``call`` that this kernel refuses, in words; None if it takes the call."""
         scheme = call.scheme
+        if not self.name.startswith("reference") and (not call.k or (not call.n and call.op != "rms_norm_quantize")):
+            return f"size: takes weights with elements, got N={call.n} K={call.k}"
         for field, takes, got in (
             ("device", self.devices, call.device),
             ("format", self.formats, scheme.format),

@@ -39,6 +39,7 @@ struct DigitsOfX {
   int32_t* sums;                // [steps, m, lanes]: of each lane's numbers; times -offset where there are no zero points, as
                                 // floats where there are, two digits and no quarters
   float* scale;                 // [m, slices]: what the lowest digit counts
+  bool* without;                // [m]: whether a row has no digits, whose products mean nothing
 };
 
 // Whether the kernels take groups of this size: no lane is of two.
@@ -50,16 +51,16 @@ static inline bool takes_quarters(int bits, int digits, int64_t group, int64_t k
 }
 
 #if defined(__x86_64__)
-// take_digits: of rows begin .. end - 1 of x; false where they hold infinity or NaN, which have no digits.
+// take_digits: of rows begin .. end - 1 of x. Infinity and NaN have no digits.
 // digits_linear: false where a zero point is no code, so that sums may not fit.
 namespace avx512 {
-bool take_digits(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfX&, int64_t begin, int64_t end);
+void take_digits(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfX&, int64_t begin, int64_t end);
 }  // namespace avx512
 namespace avx512vnni {
 bool digits_linear(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
 }  // namespace avx512vnni
 namespace avx2 {
-bool take_digits(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfX&, int64_t begin, int64_t end);
+void take_digits(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfX&, int64_t begin, int64_t end);
 bool digits_linear(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
 }  // namespace avx2
 #endif

@@ -115,20 +115,26 @@ float scale_of_row(const Numbers& x, int64_t m, int64_t k, const float* given) {
   return largest >= 0x7f800000 ? NAN : given ? *given : float_of(largest) / 127;
 }
 
-// A slice's numbers over their unit, which goes to `scale`: that of the row with one digit. False where they have no digits.
+// A slice's numbers over their unit, which goes to `scale`: that of the row with one digit. False, and zeros, where they have no
+// digits.
 template <int D>
 bool take_slice(const float* numbers, int64_t count, float of_row, int32_t* to, float& scale) {
   if constexpr (D == 1) {
     take_bytes(numbers, count, of_row, to);
     scale = of_row;
+    return true;
   } else {
     const int32_t largest = largest_of(numbers, count);
-    if (largest >= 0x7f800000) return false;
     const float most = float_of(largest);
-    if (D == 2 && most > 0 && most < 0x1p-100f) return false;  // its unit might be no normal number
-    scale = take_integers<D>(numbers, count, most, to);
+    const bool is_small = D == 2 && most > 0 && most < 0x1p-100f;  // its unit might be no normal number
+    if (largest < 0x7f800000 && !is_small) {
+      scale = take_integers<D>(numbers, count, most, to);
+      return true;
+    }
+    for (int64_t i = 0; i < count; i++) to[i] = 0;
+    scale = 0;
+    return false;
   }
-  return true;
 }
 
 }  // namespace

@@ -19,9 +19,9 @@ namespace lowbit::cpu {
 // Kernels that take a weight a step at a time: digits, and floats where they are better than what the instruction set has.
 struct StepKernels {
   int lanes;
-  bool (*take_digits)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&, int64_t, int64_t);
+  void (*take_digits)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&, int64_t, int64_t);
   bool (*digits)(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
-  bool (*take_units)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfUnits&, int64_t, int64_t);
+  void (*take_units)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfUnits&, int64_t, int64_t);
   void (*interleaved)(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
   void (*take_floats)(const Linear&, const Numbers&, const FloatsOfX&);
   void (*floats)(const Linear&, const FloatsOfX&, int64_t, int64_t);

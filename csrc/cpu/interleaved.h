@@ -39,6 +39,7 @@ struct DigitsOfUnits {
   int8_t* digits;      // [m, units, fields, count] of four bytes; words: [m, units, 2, words] of two
   int32_t* sums;       // [m, runs, count or words]: of each run's digits, with a minus; times the offset where there are no zero points
   float* scale;        // [m, slices]: what the lowest digit counts
+  bool* without;       // [m]: whether a row has no digits, whose products mean nothing
 };
 
 constexpr int64_t least_group_of_units = 16;  // columns: the scales of a slice have a place that holds no more
@@ -51,13 +52,13 @@ static inline bool takes_interleaved(int bits, int64_t group, int64_t n, int64_t
 
 #if defined(__x86_64__)
 namespace avx512 {
-bool take_units(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfUnits&, int64_t begin, int64_t end);
+void take_units(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfUnits&, int64_t begin, int64_t end);
 }  // namespace avx512
 namespace avx512vnni {
 void interleaved_linear(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
 }  // namespace avx512vnni
 namespace avx2 {
-bool take_units(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfUnits&, int64_t begin, int64_t end);
+void take_units(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfUnits&, int64_t begin, int64_t end);
 void interleaved_linear(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
 }  // namespace avx2
 #endif

@@ -8,7 +8,7 @@ namespace {
 
 // F: fields of a step's digits; C: columns of a lane.
 template <int F, int C, int D, typename Digit>
-bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to, int64_t begin, int64_t end) {
+void take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to, int64_t begin, int64_t end) {
   constexpr int64_t columns = C * lanes, count_of_digits = sizeof(Digit) == 1 ? D : words_of(D);
   const int64_t slices = (a.k + slice - 1) / slice;
   Digit* const digits = reinterpret_cast<Digit*>(to.digits);
@@ -22,7 +22,7 @@ bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOf
       const int64_t steps = (count + columns - 1) / columns;
       take_numbers(x, m * x.stride + first, count, numbers);
       for (int64_t i = count; i < steps * columns; i++) numbers[i] = 0;
-      if (!take_slice<D>(numbers, steps * columns, of_row, integers, to.scale[m * slices + n])) return false;
+      if (!take_slice<D>(numbers, steps * columns, of_row, integers, to.scale[m * slices + n])) to.without[m] = true;
       for (int64_t s = 0; s < steps; s++) {
         int32_t* sums = to.sums + ((first / columns + s) * a.m + m) * lanes;
         for (int lane = 0; lane < lanes; lane++) {
@@ -51,18 +51,17 @@ bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOf
       }
     }
   }
-  return true;
 }
 
 template <int F, int C, typename Digit>
-bool take_any(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to, int64_t begin, int64_t end) {
+void take_any(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to, int64_t begin, int64_t end) {
   if (to.count == 1) return take<F, C, 1, Digit>(a, how, x, to, begin, end);
   return to.count == 3 ? take<F, C, 3, Digit>(a, how, x, to, begin, end) : take<F, C, 2, Digit>(a, how, x, to, begin, end);
 }
 
 }  // namespace
 
-bool take_digits(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to, int64_t begin, int64_t end) {
+void take_digits(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfX& to, int64_t begin, int64_t end) {
   if (takes_words(a.bits, lanes)) return take_any<2, 4, int16_t>(a, how, x, to, begin, end);
   switch (fields_of(a.bits)) {
     case 1: return take_any<1, 4, int8_t>(a, how, x, to, begin, end);

@@ -13,15 +13,12 @@
 namespace lowbit::cpu {
 namespace {
 
-// `take(begin, end)` makes digits of rows of x, false where they have none, and `multiply(turn)` multiplies rows of the weight with
-// them, false where their sums might not hold; false where one of them did not work.
+// `take(begin, end)` makes digits of rows of x, and `multiply(turn)` multiplies rows of the weight with them, false where their sums
+// might not hold; false where one of them did not work.
 template <typename Take, typename Multiply, typename Finish>
-bool multiply_taken(const Linear& a, const Take& take_rows, const Multiply& multiply_rows, const Finish& finish) {
+bool multiply_taken(const Linear& a, const Take& take, const Multiply& multiply_rows, const Finish& finish) {
   constexpr int64_t line = 64;
   std::atomic<bool> good{true};
-  const auto take = [&](int64_t begin, int64_t end) {
-    if (!take_rows(begin, end)) good = false;
-  };
   // To wake other threads takes as long as some thousand numbers of x: few of them become digits while the others wake, and what
   // each thread multiplies first is on its way.
   constexpr int64_t numbers = 1 << 13, weights = 1 << 16, last = 16, early = 16 << 10;
@@ -47,25 +44,27 @@ bool multiply_taken(const Linear& a, const Take& take_rows, const Multiply& mult
 // Bytes in whole lines.
 inline int64_t in_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// The product by digits of x; false where it cannot be had. `groups`: of the plan's steps.
+// The product by digits of x, save of rows that are marked as `without` them; false where it cannot be had. `groups`: of the plan's
+// steps.
 template <typename Finish>
 bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* groups, const Numbers& x, const float* given,
-                     const Finish& finish) {
+                     bool* without, const Finish& finish) {
   const int64_t digits = in_lines(plan.steps * a.m * plan.size * plan.columns);
   const int64_t sums = in_lines(plan.steps * a.m * plan.kernels->lanes * 4);
   const auto room = lines_of<int8_t>(digits + sums + a.m * plan.slices * 4);
   const Bytewise how = plan.bytewise();
   const DigitsOfX of_x = {plan.count, given, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.in_quarters,
                           room.get(), reinterpret_cast<int32_t*>(room.get() + digits),
-                          reinterpret_cast<float*>(room.get() + digits + sums)};
+                          reinterpret_cast<float*>(room.get() + digits + sums), without};
   return multiply_taken(
-      a, [&](int64_t begin, int64_t end) { return plan.kernels->take_digits(a, how, x, of_x, begin, end); },
+      a, [&](int64_t begin, int64_t end) { plan.kernels->take_digits(a, how, x, of_x, begin, end); },
       [&](const Turn& turn) { return plan.kernels->digits(a, how, of_x, turn); }, finish);
 }
 
 // The same of an interleaved weight.
 template <typename Finish>
-bool multiply_interleaved(const Linear& a, const DigitsPlan& plan, const Numbers& x, const float* given, const Finish& finish) {
+bool multiply_interleaved(const Linear& a, const DigitsPlan& plan, const Numbers& x, const float* given, bool* without,
+                          const Finish& finish) {
   std::vector<Run> runs;
   const int64_t most = most_columns_of_run(a.bits), columns = columns_of_unit(a.bits);
   for (int64_t at = 0, begin = 0; at < a.k;) {
@@ -81,9 +80,9 @@ bool multiply_interleaved(const Linear& a, const DigitsPlan& plan, const Numbers
   const auto room = lines_of<int8_t>(digits + sums + a.m * plan.slices * 4);
   const Bytewise how = plan.bytewise();
   const DigitsOfUnits of_x = {plan.count, given, count, runs.data(), room.get(), reinterpret_cast<int32_t*>(room.get() + digits),
-                              reinterpret_cast<float*>(room.get() + digits + sums)};
+                              reinterpret_cast<float*>(room.get() + digits + sums), without};
   return multiply_taken(
-      a, [&](int64_t begin, int64_t end) { return plan.kernels->take_units(a, how, x, of_x, begin, end); },
+      a, [&](int64_t begin, int64_t end) { plan.kernels->take_units(a, how, x, of_x, begin, end); },
       [&](const Turn& turn) {
         plan.kernels->interleaved(a, how, of_x, turn);
         return true;
@@ -137,52 +136,54 @@ struct How {
   const char* instructions = "";
 };
 
-// The rows of x times a weight of `groups` a row, into y.
+// The rows of x times a weight of `groups` a row, into y. No row's product depends on what stands in another: those that have no
+// digits are multiplied in floats, each by itself.
 inline void multiply(Linear& a, int64_t groups, const Tensor& x, const Tensor& y, const How& how) {
   Numbers x_numbers = numbers_of(x, "x");
   x_numbers.stride = a.k;
   const std::unique_ptr<float[]> sums(new float[std::min(a.m, most_rows_at_once) * a.n]);
   a.y = sums.get();
   Ends ends = {how.bias, nullptr, y.mutable_data_ptr(), x_numbers.stored};
-  const int64_t bytes = ends.type == Stored::float32 ? 4 : 2;
+  const int64_t bytes = ends.type == Stored::float32 ? 4 : 2, rows = a.m;
+  char* const first = static_cast<char*>(ends.y);
   const InstructionSet& set = instruction_set(how.instructions);
   const auto finish = [&](int64_t begin, int64_t end) { set.finish(a, ends, begin, end); };
-  // Some rows of x at a time.
-  const auto in_parts = [&](int64_t most, const auto& multiply) {
-    const int64_t rows = a.m;
-    char* const first = static_cast<char*>(ends.y);
-    bool good = true;
-    for (int64_t m = 0; m < rows && good; m += most) {
-      a.m = std::min(rows - m, most);
-      ends.y = first + m * a.n * bytes;
-      Numbers some = x_numbers;
-      some.data = static_cast<const char*>(x_numbers.data) + m * a.k * bytes;
-      good = multiply(some);
-    }
-    a.m = rows, ends.y = first;
-    return good;
+  // `count` rows of x from `from` on.
+  const auto take_rows = [&](int64_t from, int64_t count) {
+    a.m = count, ends.y = first + from * a.n * bytes;
+    Numbers some = x_numbers;
+    some.data = static_cast<const char*>(x_numbers.data) + from * a.k * bytes;
+    return some;
   };
-  const auto by_digits = [&](const Numbers& some) {
-    if (a.interleaved) return multiply_interleaved(a, *how.plan, some, how.given, finish);
-    return multiply_digits(a, *how.plan, how.groups, some, how.given, finish);
-  };
-  if (how.plan && in_parts(most_rows_at_once, by_digits)) return;
-  STD_TORCH_CHECK(!how.plan || how.plan->count != 1, "zero points must be codes, 0..", (1 << a.bits) - 1);
   std::optional<CanonicalRows> canonical;
-  if (a.interleaved) {
-    canonical.emplace(a, a.n / rows_together);
-    torch::stable::parallel_for(0, a.n / rows_together, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) canonical->restore(i * rows_together, i);
-    });
-    a = canonical->from(0);
-  }
-  in_parts(most_rows, [&](Numbers some) {
+  const auto in_floats = [&](int64_t from, int64_t count) {
+    if (a.interleaved) {
+      canonical.emplace(a, a.n / rows_together);
+      torch::stable::parallel_for(0, a.n / rows_together, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) canonical->restore(i * rows_together, i);
+      });
+      a = canonical->from(0);
+    }
+    Numbers some = take_rows(from, count);
     const Raised raised(some, a.m, a.k);
     if (raised.numbers) some.data = raised.numbers.get(), some.stored = Stored::float32;
     ends.back = raised.back;
     if (&set != &instruction_set() || !multiply_steps(a, some, finish)) multiply_floats(a, some, groups, set, finish);
-    return true;
-  });
+  };
+  bool good = how.plan;
+  const std::unique_ptr<bool[]> without(good ? new bool[rows]() : nullptr);
+  for (int64_t m = 0; m < rows && good; m += most_rows_at_once) {
+    const Numbers some = take_rows(m, std::min(rows - m, most_rows_at_once));
+    good = a.interleaved ? multiply_interleaved(a, *how.plan, some, how.given, without.get() + m, finish)
+                         : multiply_digits(a, *how.plan, how.groups, some, how.given, without.get() + m, finish);
+  }
+  if (good) {
+    for (int64_t m = 0; m < rows; m++)
+      if (without[m]) in_floats(m, 1);
+    return;
+  }
+  STD_TORCH_CHECK(!how.plan || how.plan->count != 1, "zero points must be codes, 0..", (1 << a.bits) - 1);
+  for (int64_t m = 0; m < rows; m += most_rows) in_floats(m, std::min<int64_t>(rows - m, most_rows));
 }
 
 // By digits of x with a plan made for this call.

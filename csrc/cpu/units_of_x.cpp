@@ -41,7 +41,7 @@ inline void put_words(const Digit* own, int64_t columns, int64_t apart, uint32_t
 
 // F: fields of a unit.
 template <int F, int D, typename Digit>
-bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfUnits& to, int64_t begin, int64_t end) {
+void take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfUnits& to, int64_t begin, int64_t end) {
   constexpr int64_t of_word = 4 / sizeof(Digit), columns = F * of_word, parts = sizeof(Digit) == 1 ? D : words_of(D);
   const int64_t slices = (a.k + slice - 1) / slice;
   alignas(64) float numbers[slice];
@@ -55,7 +55,7 @@ bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOf
     for (int64_t n = 0; n < slices; n++) {
       const int64_t first = n * slice, count = a.k - first < slice ? a.k - first : slice;
       take_numbers(x, m * x.stride + first, count, numbers);
-      if (!take_slice<D>(numbers, count, of_row, integers, to.scale[m * slices + n])) return false;
+      if (!take_slice<D>(numbers, count, of_row, integers, to.scale[m * slices + n])) to.without[m] = true;
       int64_t runs = 1;
       while (!run[runs - 1].ends_slice) runs++;
       for (int64_t d = parts - 1; d >= 0; d--) {
@@ -72,18 +72,17 @@ bool take(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOf
       run += runs, sums += runs * parts, words += count / of_word * parts;
     }
   }
-  return true;
 }
 
 template <int F, typename Digit>
-bool take_any(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfUnits& to, int64_t begin, int64_t end) {
+void take_any(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfUnits& to, int64_t begin, int64_t end) {
   if (to.count == 1) return take<F, 1, Digit>(a, how, x, to, begin, end);
   return to.count == 3 ? take<F, 3, Digit>(a, how, x, to, begin, end) : take<F, 2, Digit>(a, how, x, to, begin, end);
 }
 
 }  // namespace
 
-bool take_units(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfUnits& to, int64_t begin, int64_t end) {
+void take_units(const Linear& a, const Bytewise& how, const Numbers& x, const DigitsOfUnits& to, int64_t begin, int64_t end) {
   if (takes_words(a.bits, lanes)) return take_any<2, int16_t>(a, how, x, to, begin, end);
   switch (a.bits & -a.bits) {
     case 8: return take_any<1, int8_t>(a, how, x, to, begin, end);

@@ -54,12 +54,10 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
 
 
 def round_rows(x: Tensor, activation: Scheme, fixed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] of eight bits of ``x`` [M, K] and their scales [M], float32; ``fixed``: one scale for all."""
-    if fixed is None:
-        codes, scale, _, _ = _quantized(x, activation, None, None, 1)
-        return codes, scale.view(-1)
-    codes, scale, _, _ = _quantized(x, activation, fixed.reshape(1).to(torch.float32), None, 1)
-    return codes, scale
+    """Codes [M, K] of eight bits of ``x`` [M, K] and their scales [M], float32, NaN for a row that is not finite; ``fixed``: one
+    scale for all others."""
+    codes, scale, _, _ = _quantized(x, activation, None if fixed is None else fixed.reshape(1).to(torch.float32), None, 1)
+    return codes, scale.view(-1)
 
 
 def _quantized(
@@ -71,7 +69,7 @@ def _quantized(
     x = x if x.stride(1) == 1 else x.contiguous()
     (r, k), device, groups = x.shape, x.device, scheme.groups(x.shape[1])
     packed = torch.empty(r, packed_size(scheme.bits, k), dtype=torch.uint8, device=device)
-    scale = torch.empty(r, groups, dtype=scheme.scale_dtype, device=device) if fixed is None else fixed
+    scale = torch.empty(r, groups, dtype=scheme.scale_dtype, device=device)
     zero = None if scheme.zero_point_dtype is None else torch.empty_like(scale, dtype=scheme.zero_point_dtype)
     # What nobody reads need not be cleared, which would be a launch of its own.
     refused = (torch.empty if scheme.scale == "fp32" else torch.zeros)(1, dtype=torch.int32, device=device)
@@ -136,11 +134,9 @@ def _groups(size: int) -> str | None:
 
 
 def _refusal(call: Call) -> str | None:
-    """Methods, formats and scales, of which anyone may add some, and rows that are too long or empty."""
+    """Methods, formats and scales, of which anyone may add some, and rows that are too long."""
     if call.method not in (None, "range"):
         return f"method: takes range, got {call.method}"
-    if call.n == 0 or call.k == 0:
-        return "size: takes weights with elements, got none"
     if call.scheme.groups(call.k) > _MOST_GROUPS or call.scheme.group(call.k) > _MOST_COLUMNS:
         return f"K: takes {_MOST_GROUPS} groups, and {_MOST_COLUMNS} columns in one, got {call.k}"
     if encoding(call.scheme.format) is None:

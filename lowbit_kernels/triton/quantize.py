@@ -81,6 +81,7 @@ def quantize(
     """One group of each of ROWS rows of ``x`` [R, K]: STEPS blocks of WORDS words of eight, read once where there is one block.
 
     ``GROUP``: 0, the whole row. ``REACH``: the number that the largest of a group becomes. ``N`` rows share an outer scale.
+    ``IS_FIXED``: all groups have the scale ``fixed``, save those that are not finite, whose scale is NaN.
     ``refused``: set where a scale is not finite, or one of float16 is zero for numbers that are not.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -95,10 +96,11 @@ def quantize(
         column = (begin + step * WORDS + at)[:, None] * 8 + j[None, :]
         mask = row_mask[:, None, None] & (column < end)[None, :, :]
         x = tl.load(x_ptr + row[:, None, None] * stride_x + column[None, :, :], mask=mask, other=0.0).to(tl.float32)
-        if not IS_FIXED:
-            high, low = _wider(high, low, x)
+        high, low = _wider(high, low, x)
     if IS_FIXED:
         scale = tl.load(fixed_ptr) + tl.zeros([ROWS], tl.float32)
+        finite = tl.maximum(high, low) < 0x7F800000  # the bits of infinity: no code means a number beyond
+        tl.store(scale_ptr + row * stride_scale + group, tl.where(finite, scale, float("nan")), mask=row_mask)
     else:
         high, low = high.to(tl.float32, bitcast=True), low.to(tl.float32, bitcast=True)
         reach = tl.full([ROWS], REACH, tl.float32)
