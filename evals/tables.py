@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .ecosystem import LIBRARIES
 from .results import replace_file
 
 __all__ = ["RESULTS", "SOURCES", "TABLES", "rewritten"]
@@ -276,6 +277,23 @@ def _host_block(result: dict[str, Any]) -> str:
     return f"{title}\n\n{_markdown('weight |scheme |us|host, us|times float', map(row, result['eager']))}"
 
 
+def ecosystem_table(results: list[dict[str, Any]]) -> str:
+    """What was tried with which library, and what came out."""
+    (result,) = results
+
+    def row(cell: dict[str, Any]) -> tuple[Any, ...]:
+        what, _, refused = cell["what"].rpartition(": ")
+        what, refused = (what, refused) if refused == "refused" else (cell["what"], "")
+        said = (
+            "fails" if cell["failed"] else "not run" if not cell["passed"] else "refused, with the remedy" if refused else "works"
+        )
+        version = result["packages"][LIBRARIES[cell["library"]]]
+        return f"{cell['library']} {version}", what, said, cell["passed"], cell["skipped"]
+
+    title = f"{result['date']}, commit {result['commit']}:"
+    return f"{title}\n\n{_markdown('with |what |outcome |tests|skipped', map(row, result['cells']))}"
+
+
 _SUMMED_UP = ("int8", "int4", "int4_sym", "int3", "fp8", "fp6", "nf4", "mxfp8", "mxfp4", "nvfp4")
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "sqnr": sqnr_table,
@@ -291,6 +309,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "generate": generate_table,
     "host": host_table,
     "triton": triton_table,
+    "ecosystem": ecosystem_table,
 }
 
 

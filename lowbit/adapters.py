@@ -24,8 +24,9 @@ def adapters(model: nn.Module) -> set[nn.Module]:
         if isinstance(module, wrappers):
             for name, child in module.named_children():
                 found.update(() if name in _OF_THE_MODEL else child.modules())
-        elif isinstance(prompts, type) and isinstance(module, prompts) and "prompt_encoder" in module._modules:
-            found.update(module.prompt_encoder.modules())
+        elif isinstance(prompts, type) and isinstance(module, prompts):
+            encoder = module._modules.get("prompt_encoder")
+            found.update(() if encoder is None else encoder.modules())
     return found
 
 

@@ -145,3 +145,27 @@ def test_a_whole_model_goes_through_a_file(tmp_path: Path) -> None:
     again = torch.load(file, weights_only=False)
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.works_with("transformers", ".half(), .float()")
+@pytest.mark.parametrize("way", ["in memory", "loaded", "Config"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_model_says_the_same_of_itself_however_it_was_quantized(scheme: str, way: str, tmp_path: Path) -> None:
+    model = models.llama()
+    if way == "Config":
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path, quantization_config=lowbit.Config(scheme))
+    else:
+        lowbit.quantize_(model, scheme)
+    if way == "loaded":
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path)
+    assert (model.is_quantized, model.quantization_method, model.hf_quantizer.is_trainable) == (True, "lowbit", True)
+    codes = {name: p.detach().clone() for name, p in model.named_parameters() if isinstance(p, QTensor)}
+    assert codes
+    for cast, dtype in ((model.half, torch.float16), (model.float, torch.float32), (model.bfloat16, torch.bfloat16)):
+        assert cast() is model
+        assert {p.dtype for p in model.parameters()} == {dtype} == {logits(model).dtype}
+        for name, before in codes.items():
+            assert torch.equal(model.get_parameter(name).packed, before.packed)
+            assert torch.equal(model.get_parameter(name).scale, before.scale)

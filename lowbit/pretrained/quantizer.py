@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
 from .config import METHOD, Config, LowbitFolder
@@ -36,13 +36,7 @@ class LowbitQuantizer(HfQuantizer):
     quantization_config: Config
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LowbitQuantizer:  # copies and pickles come through here as well
-        from ..placement.wrapping import wrap_offload_weight
-        from .resizing import wrap_resize_token_embeddings
-        from .saving import wrap_save_pretrained
-
-        wrap_offload_weight()
-        wrap_resize_token_embeddings()
-        wrap_save_pretrained(lambda model: isinstance(getattr(model, "hf_quantizer", None), LowbitQuantizer))
+        _override_methods()
         return super().__new__(cls)
 
     def __init__(self, quantization_config: Config, **kwargs: Any) -> None:
@@ -128,12 +122,30 @@ class LowbitQuantizer(HfQuantizer):
         return True
 
 
+def _override_methods() -> None:
+    from ..placement.wrapping import wrap_offload_weight
+    from .methods import override
+    from .resizing import resize_token_embeddings
+    from .saving import save_pretrained
+
+    wrap_offload_weight()
+
+    def is_quantized(model: Any) -> bool:
+        return isinstance(getattr(model, "hf_quantizer", None), LowbitQuantizer)
+
+    override("save_pretrained", save_pretrained, is_quantized)
+    override("resize_token_embeddings", resize_token_embeddings, is_quantized)
+    for name in ("half", "float"):  # transformers refuses them for quantized models; here a cast changes no code
+        override(name, lambda cast, model, *args, name=name: getattr(nn.Module, name)(model, *args), is_quantized)
+
+
 def attach(model: Any, plan: Plan | None = None) -> None:
     """Let ``model.save_pretrained`` write ``model``, one of transformers' that was quantized outside from_pretrained."""
     from .ties import keep_ties
 
     model.hf_quantizer = LowbitQuantizer(LowbitFolder(None if plan is None else plan.recipe))
     model.hf_quantizer.plan = plan
+    model.is_quantized, model.quantization_method = True, METHOD
     model._weight_conversions = []
     keep_ties(model)
 
