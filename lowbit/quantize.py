@@ -12,6 +12,7 @@ from torch import nn
 from .ambient import isolated
 from .calibration.data import Batch, Calibration
 from .calibration.modes import leave_inference_mode
+from .calibration.sufficiency import remarks
 from .checkpoint.skeleton import is_pretrained
 from .environment import usable_device
 from .inserted import Inserted
@@ -121,9 +122,13 @@ def _carried_out(
         _refuse_offloaded(recipe, carried, layers)
     replacement = kind(model, carried.layers, layers, device, keep_on_device, progress)
     replacement.check()
-    batches = [] if calibration is None else Calibration.of(calibration).batches(model)
-    notes = rewritten(model, recipe, batches)
-    if notes:  # layers may be others now: ties undone, norms without a weight
+    batches, remarked = [], []
+    if calibration is not None:
+        data = Calibration.of(calibration)
+        batches = data.batches(model)
+        remarked = remarks(data, batches, recipe, carried.layers)
+    notes = remarked + rewritten(model, recipe, batches)
+    if len(notes) > len(remarked):  # layers may be others now: ties undone, norms without a weight
         carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
         replacement = kind(model, carried.layers, layers, device, keep_on_device, progress)
     if calibration is None:

@@ -71,6 +71,11 @@ class Target:
         return "a static activation_scale" if self.activation_scale == "static" else ""
 
     @property
+    def uses_data(self) -> bool:
+        """Whether calibration data changes what it makes of a layer."""
+        return ROUNDERS[self.rounder].uses_statistics or self.activation_scale == "static"
+
+    @property
     def asks_drift(self) -> bool:
         """Whether its rounder looks at how far the layer's inputs are from those of the float model."""
         return ROUNDERS[self.rounder].asks_drift(**dict(self.options))

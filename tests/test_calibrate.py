@@ -132,7 +132,7 @@ def test_a_tied_head_and_embedding_are_one_and_the_head_s_data_decides(seen):
 def test_a_model_without_blocks_is_one_block_and_the_plan_says_so(seen):
     model = mlp()
     float_model = copy.deepcopy(model)
-    x = torch.randn(50, 40)
+    x = torch.randn(80, 40)
     plan = quantize_(model, spying(), calibration=x)
     assert plan.notes == ("no stack of blocks was found: calibrated as one block, the whole model",)
     assert "the whole model" in str(plan)

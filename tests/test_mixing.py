@@ -202,7 +202,7 @@ def test_targets_without_a_spelling_go_by_a_name_and_come_back_as_fields():
 def test_what_is_measured_is_printed_and_comes_back_from_json(measured):
     lines = str(measured).splitlines()
     assert all(scheme in lines[0] for scheme in SCHEMES)
-    assert len(lines) == 2 + len(measured.layers)
+    assert len(lines) == 2 + len(measured.layers) + len(measured.notes)
     assert Sensitivity.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
 
 

@@ -38,12 +38,14 @@ class Rounder:
         needs_statistics: whether ``statistics`` may not be None.
         check: ``check(**options)`` raises ``ValueError`` for values that the options cannot take, before any work.
         asks_drift: ``asks_drift(**options)`` says whether it looks at ``statistics.drift``, which it is then given if it can be.
+        uses_statistics: whether ``statistics`` change the result, where there are any.
     """
 
     round: Callable[..., Rounded]
     needs_statistics: bool
     check: Callable[..., None] = lambda **options: None
     asks_drift: Callable[..., bool] = lambda **options: False
+    uses_statistics: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "round", isolated()(self.round))

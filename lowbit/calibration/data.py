@@ -58,6 +58,11 @@ class Calibration:
         if self.data is None:
             raise ValueError("calibration data is None: give texts, token ids, batches or the path of a text file")
 
+    @property
+    def is_text(self) -> bool:
+        data = self.data
+        return isinstance(data, (str, os.PathLike)) or (isinstance(data, Sequence) and bool(data) and isinstance(data[0], str))
+
     @staticmethod
     def of(what: Any) -> Calibration:
         """A calibration from anything that can be its ``data``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from .decibels import spelled
 
 __all__ = ["Diagnosis", "Finding", "LayerFigures"]
+
+_NOISE = 0.05  # dB that two ways of adding up the same numbers may differ by
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,26 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """``"bug"`` where something is broken, else ``"clean"``: what was lost is then the method's."""
-        return "bug" if self.findings else "clean"
+        """``"bug"`` where something is broken; ``"method"`` where nothing is, and the method is worse than rounding to nearest
+        (:attr:`lag` below 0); else ``"clean"``: what was lost is then the method's."""
+        if self.findings:
+            return "bug"
+        return "clean" if self.lag is None or self.lag > -_NOISE else "method"
+
+    @property
+    def lag(self) -> float | None:
+        """The median over layers of how far outputs lie above those of the weight rounded to nearest, in dB; None without data.
+
+        The median, since methods that make up for the errors of earlier layers err more in some on the float model's inputs.
+        """
+        lags = [found for layer in self.layers if (found := _lag(layer)) is not None]
+        return statistics.median(lags) if lags else None
+
+    @property
+    def below(self) -> tuple[LayerFigures, ...]:
+        """The layers whose outputs err more than those of the weight rounded to nearest, by 1 dB and more; the worst first."""
+        found = [(lag, i) for i, layer in enumerate(self.layers) if (lag := _lag(layer)) is not None and lag <= -1]
+        return tuple(self.layers[i] for _, i in sorted(found))
 
     @property
     def jump(self) -> tuple[str, float] | None:
@@ -118,6 +139,8 @@ class Diagnosis:
             "verdict": self.verdict,
             "summary": self.summary,
             "rewritten": self.rewritten,
+            "lag": finite(self.lag),
+            "below": [layer.name for layer in self.below],
             "kl": finite(self.kl),
             "agreement": self.agreement,
             "findings": [asdict(finding) for finding in self.findings],
@@ -135,12 +158,15 @@ class Diagnosis:
         if self.rewritten:
             return f"nothing is broken that can be told: a rewrite changed the weights before they were rounded{lost}."
         names = ", ".join(f"{f.name} ({spelled(_own(f))} dB)" for f in self.worst)
-        lag = [
-            f.output_db - f.expected_output_db
-            for f in self.layers
-            if f.output_db is not None and f.expected_output_db is not None
-        ]
-        lag = [value for value in lag if math.isfinite(value)]
+        lag = [found for layer in self.layers if (found := _lag(layer)) is not None]
+        if self.verdict == "method":
+            worse = ", ".join(f"{f.name} ({_lag(f):+.1f} dB)" for f in self.below[:3])
+            more = f" and {len(self.below) - 3} more" if len(self.below) > 3 else ""
+            return (
+                f"the method is worse than rounding to nearest on this data{lost}: outputs stand at {self.lag:+.1f} dB beside it "
+                f"in the median layer{f', worst in {worse}{more}' if worse else ''}. Calibrate on more data of the kind that the "
+                "model is used on, or round to nearest."
+            )
         beside = f"; against rounding to nearest its outputs stand at {min(lag):+.1f} to {max(lag):+.1f} dB" if lag else ""
         return (
             f"clean: every layer errs as its scheme makes it, and what was lost is the method's{lost}{beside}. "
@@ -164,6 +190,15 @@ class Diagnosis:
             lines.append(f"the error grows most in {self.jump[0]}: {self.jump[1]:.1f} dB")
         lines += [str(finding) for finding in self.findings]
         return "\n".join([*lines, f"verdict: {self.summary}"])
+
+
+def _lag(layer: LayerFigures) -> float | None:
+    """How far the outputs of a layer lie above those of its weight rounded to nearest, in dB; None without data, and for a weight
+    that was rounded to nearest."""
+    if layer.output_db is None or layer.expected_output_db is None or layer.weight_db == layer.expected_db:
+        return None
+    found = layer.output_db - layer.expected_output_db
+    return found if math.isfinite(found) else None
 
 
 def _own(layer: LayerFigures) -> float:

@@ -17,6 +17,7 @@ from ..calibration.modes import evaluating
 from ..calibration.ranks import Ranks
 from ..calibration.residence import Residence
 from ..calibration.states import States
+from ..calibration.sufficiency import remarks
 from ..layers import Layer, replace_module, tied_groups
 from ..planning import FilterFn, LayerPlan
 from ..quantize import planned
@@ -72,7 +73,9 @@ def sensitivity(
         recipe = Recipe.of(dict.fromkeys(layers, target))
         plans[name], found = planned(model, recipe, filter_fn, None, has_data=True)
     trials = _Trials(model, {name: plan.layers for name, plan in plans.items()}, found, progress)
-    batches = Calibration.of(data).batches(model)
+    given = Calibration.of(data)
+    batches = given.batches(model)
+    remarked = list(dict.fromkeys(n for plan in plans.values() for n in remarks(given, batches, plan.recipe, plan.layers)))
     walk = copy.copy(found)
     calibrator = Calibrator(model, next(iter(plans.values())).layers, walk, batches, trials, Residence(model), States())
     calibrator.run()
@@ -81,7 +84,7 @@ def sensitivity(
         chosen = torch.linspace(0, len(batches) - 1, min(compared, len(batches)), dtype=torch.float64).round().long().tolist()
         with evaluating(model):
             tokens = trials.compare([batches[i] for i in chosen])
-    return Sensitivity(targets, trials.costs(), tokens, tuple(calibrator.notes))
+    return Sensitivity(targets, trials.costs(), tokens, (*remarked, *calibrator.notes))
 
 
 class _Trials(Replacement):

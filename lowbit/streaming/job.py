@@ -21,6 +21,7 @@ from ..calibration.calibrator import Calibrator
 from ..calibration.data import Batch, Calibration
 from ..calibration.nesting import leaves
 from ..calibration.ranks import Ranks
+from ..calibration.sufficiency import remarks
 from ..checkpoint.inventory import Inventory
 from ..checkpoint.shards import write_files
 from ..checkpoint.skeleton import built, write_config
@@ -93,12 +94,14 @@ def quantize_folder(
     where = None if device is None else usable_device(device)
     check_float(folder)
     model: Any = built(folder, real_buffers=True)
-    remarks = check_folder(folder, model)
+    findings = check_folder(folder, model)
     with opened(folder) as found:
         untie(model, found)
     model.name_or_path = str(folder)  # where its tokenizer is
     carried, layers = planned(model, recipe, None, where or torch.device("cpu"), has_data=True)
-    batches = Calibration.of(calibration).batches(model)
+    data = Calibration.of(calibration)
+    batches = data.batches(model)
+    remarked = remarks(data, batches, recipe, carried.layers)
     rewrites = blockwise(recipe)
     room = room_for_statistics(max_memory, layers, carried, batches, at_once=bool(rewrites) or Ranks().count > 1)
     with opened(folder) as found:
@@ -117,7 +120,7 @@ def quantize_folder(
                 finished = Inventory(model, partial(_tensor, model, files, workspace))
                 extras = partial(_extras, model, folder)
                 write_files(Path(output), finished.tensors, finished.header, max_shard_bytes, extras)
-    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=(*remarks, *calibrator.notes))
+    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=(*findings, *remarked, *calibrator.notes))
 
 
 def _tensor(model: nn.Module, files: Source, workspace: Workspace, name: str) -> Tensor:
