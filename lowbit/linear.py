@@ -79,7 +79,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         except KeyError:  # a parametrization took one of them
             weight, bias, input_scale = self.weight, self.bias, self.input_scale
         if not isinstance(weight, QTensor):  # shards, or floats of somebody who swaps parameters
-            if self._rounds is not None and isinstance(local(weight), QTensor):
+            if isinstance(local(weight), QTensor):
                 return sharded_product(x, weight, bias, self._rounds, input_scale)
             return F.linear(x if self.activation is None else self._rounded(x), weight, bias)
         return product(x, weight, bias, self._rounds, input_scale)

@@ -55,25 +55,36 @@ def _padded(q: QTensor, pad: Sequence[int], value: float = 0) -> Tensor:
 # ---- products ----------------------------------------------------------------------------------------------------
 
 
-def sharded_product(x: Any, weight: Any, bias: Any, activation: Activation, input_scale: Tensor | None) -> Any:
-    """``x`` rounded to ``activation`` times a DTensor ``weight`` whose rows are shared by processes: each multiplies its own.
+def sharded_product(x: Any, weight: Any, bias: Any, activation: Activation | None, input_scale: Tensor | None) -> Any:
+    """``x`` [..., K] times a DTensor ``weight`` [N, K] over a QTensor: each process multiplies by its rows or columns.
 
-    Raises ``ValueError`` where processes share columns: a token's scale is that of all its columns.
+    ``x`` is rounded to ``activation`` first. The result is shared as its last dimension where processes share rows, a partial sum
+    where they share columns, and as ``x`` is otherwise.
+    Raises ``ValueError`` where ``x`` is rounded and processes share columns: a token's scale is that of all its columns.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    placements = weight.placements
-    if any(not (placement.is_shard(0) or placement.is_replicate()) for placement in placements):
+    mesh, placements = weight.device_mesh, weight.placements
+    if activation is not None and any(placement.is_shard(1) for placement in placements):
         raise ValueError(
             f"x is rounded to {activation.spelling} with a scale for all columns of a token, and the weight's columns are shared "
             f"by processes ({placements}): shard this layer by rows (ColwiseParallel), or quantize it for float activations"
         )
-    mesh, whole = weight.device_mesh, [Replicate()] * len(placements)
-    x = x.redistribute(mesh, whole).to_local() if isinstance(x, DTensor) else x
-    bias = bias.redistribute(mesh, placements).to_local() if isinstance(bias, DTensor) else bias
-    y = product(x, weight.to_local(), bias, activation, input_scale)
-    found = [Shard(y.dim() - 1) if placement.is_shard() else placement for placement in placements]
-    return DTensor.from_local(y, mesh, found, run_check=False)
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()] * len(placements), run_check=False)
+    last = x.dim() - 1
+    wanted, gradients, given = [], [], []
+    for own, theirs in zip(placements, x.placements, strict=True):
+        kept = theirs if theirs.is_shard() and theirs.dim != last else Replicate()
+        wanted.append(Replicate() if own.is_shard(0) else Shard(last) if own.is_shard(1) else kept)
+        gradients.append(Partial() if own.is_shard(0) else wanted[-1])
+        given.append(Shard(last) if own.is_shard(0) else Partial() if own.is_shard(1) else kept)
+    sums = any(placement.is_partial() for placement in given)
+    rows = [placement if placement.is_shard(0) else Replicate() for placement in placements]
+    inner = None if bias is None or sums else bias.redistribute(mesh, rows).to_local() if isinstance(bias, DTensor) else bias
+    x = x.redistribute(mesh, wanted).to_local(grad_placements=gradients)
+    y = DTensor.from_local(product(x, weight._local_tensor, inner, activation, input_scale), mesh, given, run_check=False)
+    return y if bias is None or not sums else y + bias
 
 
 # ---- collectives -------------------------------------------------------------------------------------------------

@@ -76,15 +76,33 @@ def uneven(mesh: Any) -> str:
     return ""
 
 
+SHAPES = ((4, 64), (64,), (1, 1, 64), (2, 3, 64))
+
+
 def tensor_parallel(mesh: Any, scheme: str, activation: str | None) -> float:
+    """How far outputs, and gradients of x and of a bias, are from those of one process."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model = nn.Sequential(layer(scheme, 128, 64, activation), nn.ReLU(), layer(scheme, 64, 128))
+    for part in (model[0], model[2]):
+        part.bias.requires_grad_()
     alone = copy.deepcopy(model)
-    with torch.no_grad():
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        assert model[0].weight.to_local().shape == (64, 64)
-        return float((model(X) - alone(X)).abs().max())
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    assert model[0].weight.to_local().shape == (64, 64)
+    worst = 0.0
+    for shape in SHAPES:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            worst = max(worst, float((model(x) - alone(x)).abs().max()))
+        ours, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+        model.zero_grad()
+        alone.zero_grad()
+        for each, given in ((model, ours), (alone, wanted)):
+            each(given).square().sum().backward()
+        pairs = [(ours.grad, wanted.grad)]
+        pairs += [(model[i].bias.grad.full_tensor(), alone[i].bias.grad) for i in (0, 2)]
+        worst = max(worst, *(float((a - b).abs().max() / b.abs().max()) for a, b in pairs))
+    return worst
 
 
 def refused(mesh: Any) -> list[str]:
