@@ -23,7 +23,7 @@ from .target import Target
 from .tensor import QTensor, check_weight
 from .weight import QuantizedModule
 
-__all__ = ["Done", "Kept", "Progress", "Replacement", "RoundedWeight", "rounded"]
+__all__ = ["Done", "Kept", "Progress", "Replacement", "RoundedWeight", "quantized_layer", "rounded"]
 
 Progress = Callable[[LayerPlan, int, int], None]
 UNREACHED = "no calibration data reached it: rounded without"
@@ -120,7 +120,7 @@ class Replacement:
         if weight.device != layer.home and not self._keep:  # another process rounded it
             weight = moved(weight, layer.home)
         hook = take_hook(layer.module)
-        replacement = _module(layer, weight, entry.target, found.input_scale)
+        replacement = quantized_layer(layer, weight, entry.target, found.input_scale)
         if key in self._shared:
             self._done[key] = replacement.weight  # so that the next layer shares these very parameters
         replace_module(self._model, layer.names, replacement)
@@ -214,7 +214,8 @@ def static_scale(statistics: Statistics, target: Target) -> Tensor:
     return torch.where(top > 0, top / target.activation.fmt.symmetric_max, 1.0)
 
 
-def _module(layer: Layer, weight: QTensor, target: Target, input_scale: Tensor | None) -> QuantizedModule:
+def quantized_layer(layer: Layer, weight: QTensor, target: Target, input_scale: Tensor | None = None) -> QuantizedModule:
+    """The module that takes the place of ``layer``, with all that it carries."""
     module: QuantizedModule
     if isinstance(layer.module, nn.Embedding):
         module = QEmbedding(weight, layer.module.padding_idx)

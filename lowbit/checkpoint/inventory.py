@@ -75,7 +75,11 @@ class Inventory:
             self.header.inserted[prefix] = {"kind": module.kind, **module.settings}
         if isinstance(module, (QLinear, QEmbedding)):
             entry, weight = _module_entry(module), resident(module, "weight", module.weight)
-            assert isinstance(weight, QTensor)
+            if not isinstance(weight, QTensor):
+                raise ValueError(
+                    f"{joined(prefix, 'weight')} is a {type(weight).__name__}: gather what processes share before saving, or "
+                    "save the model that one process loaded"
+                )
             self.header.quantized[prefix] = entry
             yield from self._weight_items(prefix, weight, entry)
             taken = ("weight",)

@@ -24,6 +24,7 @@ from ..checkpoint.skeleton import float_dtype
 from ..checkpoint.tensor_file import CheckpointError
 from ..weight import QuantizedModule
 from .kept import keep_float32
+from .parallel import is_shared, read_whole
 from .parts import WeightParts
 from .ties import set_ties
 
@@ -59,6 +60,10 @@ class Folder:
         self._fixed = {joined(path, "input_scale") for path, entry in self._header.quantized.items() if entry.input_scale}
         self._sizes = {joined(path, "weight"): _element_size(entry) for path, entry in self._header.quantized.items()}
         self._prepare(model)
+        shared = [module for module in model.modules() if isinstance(module, QuantizedModule)] if is_shared(model) else []
+        self._reading = read_whole(shared)
+        for module in shared:  # a plan has a place for each weight; those that are one are tied again once they are read
+            module._parameters["weight"] = nn.Parameter(module.weight.detach(), requires_grad=False)
 
     def _stored(self, name: str) -> str:
         return self._header.aliases.get(name, name)
@@ -82,6 +87,12 @@ class Folder:
     def conversions(self) -> list[WeightConverter]:
         return [WeightParts(self._header.quantized)]
 
+    rounding = None
+
+    def rounds(self, name: str) -> bool:
+        """Whether transformers is to have ``rounding`` done to the parameter ``name`` of the file."""
+        return False
+
     def keeps(self, converter: Any) -> bool:
         """Whether the tensors that ``converter`` takes keep their dtype."""
         return self._as_stored or isinstance(converter, WeightParts) or converter.target_patterns[0] in self._fixed
@@ -91,6 +102,8 @@ class Folder:
 
     def finish(self, model: Any) -> None:
         """Layouts for the device, buffers that no ``state_dict`` has, and the model's own ways again."""
+        for handle in self._reading:
+            handle.remove()
         if self._ignored is type(model)._keys_to_ignore_on_load_unexpected:
             del model._keys_to_ignore_on_load_unexpected
         else:

@@ -10,6 +10,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from ..checkpoint.header import Entry
 from ..packing import unpack
 from ..tensor import QTensor
+from .parallel import cut
 
 __all__ = ["WeightParts"]
 
@@ -63,4 +64,6 @@ class _Assembled(ConversionOps):
         weight = QTensor(*parts.values(), entry.scheme, entry.shape, outline.dtype)
         if (held := getattr(outline, "readers", None)) is not None:
             weight.readers = held  # which a weight that goes to disk has with it
+        if hasattr(outline, "_local_tensor"):
+            weight = cut(weight, outline, path, entry.activation)
         return {target_patterns[0]: nn.Parameter(weight, requires_grad=False)}

@@ -86,6 +86,21 @@ class LowbitQuantizer(HfQuantizer):
         found: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
         return None if self._loading is not None and self._loading.keeps(converter) else found
 
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        """Adapt ``plan`` to the quantized layers, and refuse by name what cannot be shared. ``model`` is an outline."""
+        from .parallel import adapt_plan, check_plan, is_shared
+
+        if plan is model.tp_plan and is_shared(model):
+            adapt_plan(model, plan)
+            check_plan(model, plan, model.config.distributed_config.tp_size)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return self._loading is not None and self._loading.rounds(param_name)
+
+    def get_quantize_ops(self) -> Any:
+        assert self._loading is not None
+        return self._loading.rounding
+
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes of an element, as it will be when it is quantized: what a device map is made from."""
         found = None if self._loading is None else self._loading.element_size(param_name)

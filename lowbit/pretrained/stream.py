@@ -11,13 +11,15 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..layers import Layer, tied_groups
+from ..layers import Layer, replace_module, tied_groups
 from ..planning import LayerPlan
 from ..quantize import planned, replace_layers
 from ..recipe import block_counts
+from ..replacement import quantized_layer, rounded
 from .float_folder import check_codes, check_load
 from .kept import keep_float32
 from .loading_report import Report, unheard, watched
+from .parallel import Rounding, is_shared, read_whole
 from .ties import keep_ties, tie_outline
 
 __all__ = ["Stream"]
@@ -61,10 +63,37 @@ class Stream:
                 self._waiting[id(layer.module)] = entry, layer
         self._bytes = {f"{e.name}.weight": e.bits_per_weight / 8 for e in self.plan.changed}
         self._streamed: list[nn.Module] = []
+        self._reading: list[Any] = []
+        self.rounding: Rounding | None = None
+        if is_shared(model):
+            self._outline()
         self._absent: frozenset[str] | None = None
         self._listen()
         self._kind = type(model)
         model.__class__ = watched(self._kind, self._told)
+
+    def _outline(self) -> None:
+        """Put quantized layers without numbers in place, which processes then share; each is read whole, rounded and cut."""
+        if self._late:
+            names = " and ".join(entry.name for entry, _ in self._late)
+            raise ValueError(
+                f"{names} share one weight, which cannot be quantized while processes share the model: quantize it first "
+                "(lowbit quantize), and load that folder"
+            )
+        entries = {}
+        for entry, layer in self._waiting.values():
+            assert entry.target is not None
+            module = quantized_layer(layer, rounded(layer.weight, entry.target).weight, entry.target)
+            module._is_hf_initialized = True
+            replace_module(self._model, layer.names, module)
+            self._streamed.append(module)
+            entries[f"{entry.name}.weight"] = entry
+        self._waiting = {}
+        self.rounding = Rounding(entries)
+        self._reading = read_whole(self._streamed)
+
+    def rounds(self, name: str) -> bool:
+        return self.rounding is not None and name in self.rounding.entries
 
     def _told(self, model: Any, report: Report) -> None:
         try:
@@ -112,6 +141,8 @@ class Stream:
     def finish(self, model: Any) -> None:
         """Quantize what had to wait."""
         self._deaf()
+        for handle in self._reading:
+            handle.remove()
         model.__class__ = self._kind
         if self._absent is None and self._files:
             raise unheard()

@@ -1,0 +1,147 @@
+"""Quantized weights that processes share by a plan of transformers' (``tp_plan``): each is put together whole, and then cut.
+
+transformers would cut what a file holds by the shape of each tensor: parts of a weight have other shapes than the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+
+from ..linear import QLinear
+from ..planning import LayerPlan
+from ..replacement import rounded
+from ..scheme import Scheme
+from ..tensor import QTensor
+from ..weight import QuantizedModule
+
+__all__ = ["Rounding", "adapt_plan", "check_plan", "cut", "is_shared", "read_whole"]
+
+
+def is_shared(model: Any) -> bool:
+    """Whether ``model``, which is being loaded, is to be shared by processes that multiply together."""
+    return getattr(getattr(model.config, "distributed_config", None), "tp_size", 1) > 1
+
+
+def read_whole(modules: Iterable[nn.Module]) -> list[Any]:
+    """Let transformers read what the weights of ``modules`` are made of whole; handles, to remove once it is loaded.
+
+    What it cuts is what is a DTensor in the ``state_dict`` of the model.
+    """
+    return [module.register_state_dict_post_hook(_without_shards) for module in modules]
+
+
+def _without_shards(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    weight: Any = state.get(f"{prefix}weight")
+    if weight is not None and hasattr(weight, "_local_tensor"):
+        state[f"{prefix}weight"] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+
+
+def cut(weight: QTensor, like: Any, name: str, activation: Scheme | None = None) -> QTensor:
+    """What this process holds of ``weight`` [N, K], the weight of the layer ``name``, by the placements of the DTensor ``like``.
+
+    Raises ``ValueError`` where the columns of a layer that rounds x with a scale a token would be shared.
+    """
+    for i, placement in enumerate(like.placements):
+        if not placement.is_shard():
+            continue
+        dim, size, rank = placement.dim % 2, like.device_mesh.size(i), like.device_mesh.get_local_rank(i)
+        if dim == 1 and activation is not None:
+            raise ValueError(
+                f"{name}: x is rounded to {activation} with a scale for all columns of a token, and the plan shares the weight's "
+                "columns among processes (rowwise): quantize this layer for float activations, or leave it out of the plan"
+            )
+        weight = torch.chunk(weight, size, dim)[rank]
+    return weight
+
+
+class Rounding(ConversionOps):
+    """A float weight, read whole, to what this process holds of the quantized one. ``entries``: the plan, by names of weights."""
+
+    def __init__(self, entries: dict[str, LayerPlan]) -> None:
+        self.entries = entries
+
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The weight as a parameter, in the dtype of the model's outline."""
+        (found,) = input_dict.values()
+        entry, outline = self.entries[full_layer_name], model.get_parameter(full_layer_name)
+        dense = found[0] if isinstance(found, list) else found
+        assert entry.target is not None
+        weight = rounded(dense.t() if entry.kind == "conv1d" else dense, entry.target, dtype=outline.dtype).weight
+        if hasattr(outline, "_local_tensor"):
+            weight = cut(weight, outline, entry.name, entry.target.activation)
+        return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
+
+
+# ---- plans -------------------------------------------------------------------------------------------------------
+
+_GATHERED = "lowbit_gathered"
+_BY_ROWS = {"rowwise": _GATHERED, "rowwise_split_input": "colwise_gather_output", "rowwise_rep": "colwise_gather_output"}
+
+
+def adapt_plan(model: Any, plan: dict[str, str]) -> None:
+    """Let layers that round x with a scale a token share their rows where ``plan`` shares columns: a token's scale is that of all
+    its columns, which are gathered for it."""
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+    whole = {
+        replace_layer_number_by_wildcard(name)
+        for name, module in model.named_modules()
+        if isinstance(module, QLinear) and module.activation is not None and module.input_scale is None
+    }
+    for name in whole:
+        if plan.get(name) in _BY_ROWS:
+            _register()
+            plan[name] = _BY_ROWS[plan[name]]
+
+
+def check_plan(model: Any, plan: dict[str, str], processes: int) -> None:
+    """Raises ``ValueError`` that names a layer which ``processes`` cannot share as ``plan`` has it."""
+    from transformers.distributed.parallel_utils import _get_parameter_plan
+
+    for name, module in model.named_modules():
+        style = _get_parameter_plan(name, plan, is_weight=False) if isinstance(module, QuantizedModule) else None
+        if style is None or style.startswith("repl"):
+            continue
+        dim = int("rowwise" in style) if isinstance(module, QLinear) else int("colwise" in style)
+        size, weight = module.weight.shape[dim], module.weight
+        try:
+            if style.startswith("packed"):
+                raise ValueError(f"the plan shares it as several weights in one ({style}), whose parts lie apart")
+            if size % processes:
+                what = "columns" if dim else "rows"
+                raise ValueError(f"{what} of {tuple(weight.shape)} are not shared evenly by {processes} processes")
+            torch.chunk(weight, processes, dim)
+        except ValueError as error:
+            raise ValueError(
+                f"{name}, {weight.spelling}, cannot be shared by {processes} processes as tp_plan has it ({style}): {error}; use "
+                "another number of processes, or leave this layer as it is (None in the recipe)"
+            ) from error
+
+
+def _register() -> None:
+    from torch.distributed.tensor import DTensor, Replicate
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import ColwiseParallel
+
+    class Gathered(ColwiseParallel):
+        """Rows of a linear layer whose input comes in columns, from a layer before it, and whose output is whole."""
+
+        def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+            x = args[0]
+            if not isinstance(x, DTensor):
+                x = self._from_local_last_dim_shard(x, mesh, module.in_features)
+            x = x.redistribute(placements=[Replicate()])
+            if self.should_use_local_tensors(module):
+                x = x.to_local()
+            return super().transform_inputs_pre_forward(module, (x, *args[1:]), kwargs, mesh)
+
+    if _GATHERED not in ALL_PARALLEL_STYLES:
+        style: Any = Gathered(input_layouts=Replicate(), output_layouts=Replicate())
+        ALL_PARALLEL_STYLES.register(_GATHERED, style)
