@@ -28,11 +28,7 @@ def size_of(model: nn.Module) -> dict[str, int]:
     scales; and everything else, ``"float"``. A tensor that has several names counts once. Writes nothing."""
     inventory = Inventory(model)
     kinds = {"packed": "codes", "scale": "scales", "zero_point": "scales", "outer": "scales"}
-    parts = {
-        f"{name}.{part}".removeprefix("."): kinds[part]
-        for name, entry in inventory.header.quantized.items()
-        for part in entry.parts()
-    }
+    parts = {name: kinds[part] for path, entry in inventory.header.quantized.items() for part, name in entry.names(path).items()}
     sizes = {"codes": 0, "scales": 0, "float": 0}
     for tensor in inventory.tensors:
         sizes[parts.get(tensor.name, "float")] += tensor.spec.nbytes

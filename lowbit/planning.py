@@ -65,11 +65,13 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of each layer of a model, in the order of its modules; ``notes`` on how it was carried out."""
+    """What becomes of each layer of a model, in the order of its modules; ``notes`` on how it was carried out, and the ``rows``
+    (and ``tokens``, where they are that) of the data that was looked at: ``calibration``, None for none."""
 
     recipe: Recipe
     layers: tuple[LayerPlan, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
+    calibration: dict[str, int] | None = field(default=None, compare=False)
 
     @property
     def changed(self) -> tuple[LayerPlan, ...]:
@@ -103,6 +105,7 @@ class Plan:
             "bytes_after": self.bytes_after,
             "layers": layers,
             "notes": list(self.notes),
+            "calibration": self.calibration,
         }
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .ambient import isolated
-from .calibration.data import Batch, Calibration
+from .calibration.data import Batch, Calibration, amount
 from .calibration.modes import leave_inference_mode
 from .calibration.sufficiency import remarks
 from .checkpoint.skeleton import is_pretrained
@@ -143,7 +143,9 @@ def _carried_out(
         calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, States(), blockwise(recipe))
         calibrator.run()
         notes += calibrator.notes
-    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(notes))
+    return dataclasses.replace(
+        carried, layers=tuple(replacement.entries), notes=tuple(notes), calibration=amount(batches) if batches else None
+    )
 
 
 def _refuse_offloaded(recipe: Recipe, carried: Plan, layers: Sequence[Layer]) -> None:

@@ -92,37 +92,46 @@ class QuantizedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """A state holds ``weight``, or the parts of one as files have them and as states of older versions had."""
-        state = state_dict
-        if prefix + "packed" in state_dict:
+        """A state holds ``weight``, or the parts of one as files have them and as states of older versions had.
+
+        Parts may come in several states, as those of a layer that stands in two shards do: the weight changes once it has all,
+        and until then they are missing keys.
+        """
+        state, held = state_dict, self._parameters.get("weight")
+        found = _parts_in(state_dict, prefix)
+        missing: list[str] = []
+        if found and isinstance(held, QTensor):
+            state = {name: value for name, value in state_dict.items() if name.removeprefix(prefix) not in _STORED}
             try:
-                state = {name: value for name, value in state_dict.items() if name.removeprefix(prefix) not in _STORED}
-                state[prefix + "weight"] = self._assembled(state_dict, prefix)
+                weight, missing = self._assembled(held, found, state_dict.get(f"{prefix}_extra_state"), prefix)
             except ValueError as error:
                 error_msgs.append(str(error))
                 return
-        given, held = state.get(prefix + "weight"), self._parameters.get("weight")
+            if weight is not None:
+                state[prefix + "weight"] = weight
+        given = state.get(prefix + "weight")
         if isinstance(held, QTensor) and given is not None and (why := _refusal(given, held, prefix)) is not None:
             error_msgs.append(why)
             return
         super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if missing and strict:
+            missing_keys[missing_keys.index(prefix + "weight") :] = missing
         self._settle()
 
-    def _assembled(self, state: dict[str, Any], prefix: str) -> QTensor:
-        """The weight whose parts ``state`` has, canonical. Codes of scales and zero points are packed in files, and were a byte
-        each in states of older versions, which have ``_extra_state`` beside them: their sizes alone need not tell."""
-        held = self.weight
+    def _assembled(self, held: QTensor, found: dict[str, Tensor], extra: Any, prefix: str) -> tuple[QTensor | None, list[str]]:
+        """The weight whose parts are ``found``, canonical, or the names of those that have not come yet. Codes of scales and zero
+        points are packed in files, and were a byte each in states of older versions, which have ``extra`` state beside them:
+        their sizes alone need not tell."""
         scheme, (n, k) = held.scheme, held.shape
-        extra = state.get(prefix + "_extra_state")
-        if extra is not None and (found := bytes(extra.tolist()).decode(errors="replace")) != f"{held.spelling} K={k}":
-            raise ValueError(f"the state holds {prefix}weight quantized as {found}, and this module is {held.spelling} K={k}")
+        if extra is not None and (told := bytes(extra.tolist()).decode(errors="replace")) != f"{held.spelling} K={k}":
+            raise ValueError(f"the state holds {prefix}weight quantized as {told}, and this module is {held.spelling} K={k}")
         wanted = _assemble(dict(held._parts()), scheme, (n, k), held.dtype, held.byte_layout, False).canonical()._parts()
+        if odd := found.keys() - wanted.keys():
+            raise ValueError(f"the state has {prefix}{min(odd)}, which a {held.spelling} weight does without")
         bits = {"zero_point": scheme.bits, "scale": scheme.scale_bits}
-        parts = {}
-        for name, like in wanted.items():
-            part = state.get(prefix + name)
-            if part is None:
-                raise ValueError(f"the state has {prefix}packed and no {prefix}{name}, which a {held.spelling} weight needs")
+        parts: dict[str, Tensor] = self.__dict__.pop("_arriving", {})
+        for name, part in found.items():
+            like = wanted[name]
             if extra is None and name in bits and like.dtype == torch.uint8:
                 g = like.shape[-1]
                 fits = part.dtype == torch.uint8 and part.shape == (*like.shape[:-1], packed_size(bits[name], g))
@@ -133,7 +142,10 @@ class QuantizedModule(nn.Module):
                     f"{held.spelling} weight {(n, k)} has {like.dtype} {tuple(like.shape)}"
                 )
             parts[name] = part
-        return _assemble(parts, scheme, (n, k), held.dtype, "canonical", False)
+        if missing := [prefix + ("weight" if name == "packed" else name) for name in wanted if name not in parts]:
+            self.__dict__["_arriving"] = parts
+            return None, missing
+        return _assemble(parts, scheme, (n, k), held.dtype, "canonical", False), []
 
     def _in_graph(self, x: Proxy) -> Any:
         """The node that torch.fx makes of a call of this layer, as of one of its own: a graph calls the layer as a whole."""
@@ -152,7 +164,18 @@ def local(weight: Any) -> Any:
     return getattr(weight, "_local_tensor", weight)
 
 
-_STORED = frozenset({*_PARTS, "_extra_state"})
+_STORED = frozenset({"weight", *_PARTS, "_extra_state"})
+
+
+def _parts_in(state: dict[str, Any], prefix: str) -> dict[str, Tensor]:
+    """The parts of a weight that ``state`` has: codes of a file stand where the float weight would, with a dimension more."""
+    found = {name: state[prefix + name] for name in _PARTS if prefix + name in state}
+    codes = state.get(prefix + "weight")
+    if codes is None:
+        return found
+    if isinstance(codes, QTensor) or codes.dtype != torch.uint8 or codes.dim() != 3:
+        return {}  # a weight in one piece
+    return {**found, "packed": codes.squeeze(-1)}
 
 
 def _refusal(given: Tensor, held: QTensor, prefix: str) -> str | None:

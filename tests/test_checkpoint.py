@@ -260,7 +260,7 @@ def test_other_programs_read_a_float_model_and_see_what_quantized_another(tmp_pa
     lowbit.quantize_(model, "int8")
     lowbit.save(model, tmp_path / "int8")
     config = json.loads((tmp_path / "int8/config.json").read_text())
-    assert config["quantization_config"] == {"quant_method": "lowbit", "version": 1}
+    assert config["quantization_config"].items() >= {"quant_method": "lowbit", "version": 2}.items()
     assert not hasattr(lowbit.load(tmp_path / "int8").config, "quantization_config")
 
 

@@ -146,20 +146,20 @@ ENTRIES = {
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 def test_claims_about_a_tensor_that_do_not_hold(folder, entry):
-    change(folder / FILE, lambda entries, header: entries["0.packed"].update(entry))
-    refused(folder, r"0\.packed")
+    change(folder / FILE, lambda entries, header: entries["0.weight"].update(entry))
+    refused(folder, r"0\.weight")
 
 
 def test_tensors_that_overlap_or_are_not_described(folder):
     raw = (folder / FILE).read_bytes()
-    change(folder / FILE, lambda entries, header: entries.update(more=entries["0.packed"]))
+    change(folder / FILE, lambda entries, header: entries.update(more=entries["0.weight"]))
     refused(folder, "begins at byte .* of the data, expected")
     (folder / FILE).write_bytes(raw)
-    change(folder / FILE, lambda entries, header: entries.update({"0.packed": 3}))
-    refused(folder, r"0\.packed: needs dtype, shape and data_offsets")
+    change(folder / FILE, lambda entries, header: entries.update({"0.weight": 3}))
+    refused(folder, r"0\.weight: needs dtype, shape and data_offsets")
     (folder / FILE).write_bytes(raw)
-    change(folder / FILE, lambda entries, header: entries.update({"renamed": entries.pop("0.packed")}))
-    refused(folder, r"missing from the file: 0\.packed")
+    change(folder / FILE, lambda entries, header: entries.update({"renamed": entries.pop("0.weight")}))
+    refused(folder, r"missing from the file: 0\.weight")
 
 
 # ---- the lowbit header -------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def table(name, **fields):
 
 
 HEADERS = {
-    "a newer version": (top(version=2), "version 2 of the format; this library reads version 1: upgrade lowbit"),
+    "a newer version": (top(version=3), "version 3 of the format; this library reads versions 1 and 2: upgrade lowbit"),
     "no version": (top(version=None), "version None of the format"),
     "a true version": (top(version=True), "version True of the format"),
     "no metadata": (lambda entries, header: entries.pop("__metadata__"), "has no 'lowbit' in its metadata"),
@@ -215,7 +215,10 @@ HEADERS = {
         "of the activation is larger than any memory",
     ),
     "a layer more": (lambda e, header: header["quantized"].update(x=header["quantized"]["0"]), "x is quantized in the file"),
-    "a layer less": (lambda e, header: header["quantized"].pop("0"), r"missing from the file: 0\.weight"),
+    "a layer less": (
+        lambda e, header: header["quantized"].pop("0"),
+        r"0\.weight is uint8 \[3, 20, 1\] in the file, expected float32 \[3, 40\]",
+    ),
     "an alias of nothing": (top(aliases={"2.weight": "gone"}), "2.weight is to share the tensor gone|stands"),
     "an alias of an alias": (top(aliases={"a": "b", "b": "a"}), "a is to share the tensor b, which no file holds"),
     "an alias too many": (top(aliases={"more": "2.weight"}), "unexpected, the model has none of that name: more"),
@@ -295,7 +298,7 @@ def test_a_missing_shard(sharded):
     refused(sharded, "cannot be opened: No such file", shard.name)
     shard.write_bytes(raw[:-1])
     refused(sharded, "cut short or altered", shard.name)
-    change_raw = raw.replace(b'\\"version\\":1', b'\\"version\\":2')
+    change_raw = raw.replace(b'\\"version\\":2', b'\\"version\\":1')
     assert change_raw != raw
     shard.write_bytes(change_raw)
     refused(sharded, "its header differs from that of model-00001", shard.name)
@@ -305,12 +308,12 @@ def test_an_index_and_shards_that_disagree(sharded):
     index = json.loads((sharded / INDEX).read_text())
     places = index["weight_map"]
     shards = sorted(set(places.values()))
-    moved = {**places, "0.packed": next(s for s in shards if s != places["0.packed"])}
-    less = {name: home for name, home in places.items() if name != "0.packed"}
+    moved = {**places, "0.weight": next(s for s in shards if s != places["0.weight"])}
+    less = {name: home for name, home in places.items() if name != "0.weight"}
     more = {**places, "more": shards[0]}
     for bad, message in (
-        (moved, r"tensor 0\.packed is"),
-        (less, r"tensor 0\.packed is in the file and not in"),
+        (moved, r"tensor 0\.weight is"),
+        (less, r"tensor 0\.weight is in the file and not in"),
         (more, "tensor more is"),
     ):
         (sharded / INDEX).write_text(json.dumps({"weight_map": bad}))
@@ -327,9 +330,9 @@ def test_an_index_and_shards_that_disagree(sharded):
 )
 def test_an_index_that_points_elsewhere(sharded, home):
     index = json.loads((sharded / INDEX).read_text())
-    index["weight_map"]["0.packed"] = home
+    index["weight_map"]["0.weight"] = home
     (sharded / INDEX).write_text(json.dumps(index))
-    refused(sharded, r"tensor 0\.packed: the file must be a plain \*\.safetensors name", INDEX)
+    refused(sharded, r"tensor 0\.weight: the file must be a plain \*\.safetensors name", INDEX)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 100_000])

@@ -120,7 +120,7 @@ def test_the_safetensors_library_and_this_one_read_each_other(tmp_path):
             assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
     file.close()
     with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as opened:
-        assert json.loads(opened.metadata()["lowbit"])["version"] == 1
+        assert json.loads(opened.metadata()["lowbit"])["version"] == VERSION
 
 
 # ---- size ------------------------------------------------------------------------------------------------------

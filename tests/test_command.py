@@ -114,7 +114,7 @@ def test_inspect_tells_a_header_that_its_tensors_contradict(tmp_path: Path, caps
     lowbit.save(quantized, tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'\\"shape\\":[8,64]', b'\\"shape\\":[8,32]'))
-    assert "0.packed is uint8 [8, 64], and the header says uint8 [8, 32]" in failed(capsys, 1, "inspect", tmp_path)
+    assert "0.weight is uint8 [8, 64, 1], and the header says uint8 [8, 32, 1]" in failed(capsys, 1, "inspect", tmp_path)
 
 
 def test_eval(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,7 @@ RULES: dict[str, tuple[str, ...]] = {
     # Files know schemas and bytes, and nothing of the tensor.
     "lowbit.checkpoint.tensor_file": (),
     "lowbit.checkpoint.provenance": (),
+    "lowbit.checkpoint.card": (),
     "lowbit.checkpoint.header": (*LEAVES, "lowbit.checkpoint.tensor_file"),
     "lowbit.checkpoint.staging": ("lowbit.checkpoint.tensor_file",),
     "lowbit.checkpoint.shards": (

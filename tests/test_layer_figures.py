@@ -44,7 +44,8 @@ def bytes_in(folder: Path) -> dict[str, int]:
     with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - not a dict
             tensor, last = file.get_tensor(name), name.rsplit(".", 1)[-1]
-            kind = {"packed": "codes", "scale": "scales", "zero_point": "scales", "outer": "scales"}.get(last, "float")
+            kind = {"scale": "scales", "zero_point": "scales", "outer": "scales"}.get(last, "float")
+            kind = "codes" if tensor.dim() == 3 else kind
             found[kind] += tensor.nbytes
     return found
 

@@ -317,7 +317,11 @@ def test_errors_are_one_line(floats, toy, tmp_path):
     ("old", "new", "message"),
     [
         (b'\\"format\\":\\"uint4\\"', b'\\"format\\":\\"uint9\\"', "q_proj: no format named 'uint9'"),
-        (b'{\\"version\\":1', b'{\\"version\\":7', "version 7 of the format; this library reads version 1: upgrade lowbit"),
+        (
+            b'{\\"version\\":2',
+            b'{\\"version\\":7',
+            "version 7 of the format; this library reads versions 1 and 2: upgrade lowbit",
+        ),
     ],
 )
 def test_a_folder_of_another_version(toy, tmp_path, old, new, message):

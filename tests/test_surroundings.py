@@ -58,13 +58,32 @@ def test_a_saved_folder_is_loaded_into_a_model_in_memory(scheme: str, tmp_path: 
     assert torch.equal(again.weight, layer.weight)
 
 
+@pytest.mark.parametrize("scheme", ["int4", "int3", "nf4", "nvfp4", "mxfp4", "int8"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_parts_of_a_weight_come_one_by_one(scheme: str, version: int, tmp_path: Path) -> None:
+    """As from shards that end between them: the weight changes once all are there, and what has not come is missing."""
+    layer, other = (QLinear(QTensor.quantize(torch.randn(8, 64), scheme)) for _ in range(2))
+    lowbit.save(layer, tmp_path)
+    parts, before = load_file(tmp_path / "model.safetensors"), other.weight.clone()
+    if version == 1:
+        parts["packed"] = parts.pop("weight").squeeze(-1)
+    for i, (name, part) in enumerate(parts.items()):
+        assert torch.equal(other.weight, before)
+        result = other.load_state_dict({name: part}, strict=False)
+        assert sorted(result.missing_keys) == sorted("weight" if n == "packed" else n for n in [*parts][i + 1 :])
+        assert not result.unexpected_keys
+    assert torch.equal(other.weight, layer.weight)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict({name: part})
+
+
 def test_a_state_of_parts_that_do_not_fit_is_refused_with_the_names() -> None:
     layer = QLinear(QTensor.quantize(torch.randn(8, 64), "int4"))
     before, parts = layer.weight.clone(), layer.weight.canonical()._parts()
     for change, words in (
         ({"scale": parts["scale"][:, :0]}, "size mismatch for scale"),
         ({"packed": parts["packed"][:4]}, "size mismatch for packed"),
-        ({"zero_point": None}, "has packed and no zero_point"),
+        ({"zero_point": None}, r"Missing key\(s\) in state_dict: \"zero_point\""),
         ({"zero_point": parts["zero_point"].expand(8, 2)}, "size mismatch for zero_point"),
         ({"_extra_state": torch.tensor(list(b"int8:row:bf16 K=64"), dtype=torch.uint8)}, "quantized as int8:row:bf16 K=64"),
     ):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..ambient import isolated
 from ..checkpoint.skeleton import is_pretrained
 
-__all__ = ["Batch", "Calibration"]
+__all__ = ["Batch", "Calibration", "amount"]
 
 _ROWS = 128  # of a text file, where nobody says how many
 _LONGEST = 2048  # tokens in a row of text, where the model could take more
@@ -185,6 +185,20 @@ class Calibration:
             raise ValueError(
                 f"text needs a tokenizer, and {folder} has none that can be read ({error!s:.160}): {remedy}"
             ) from None
+
+
+def amount(batches: Iterable[Batch]) -> dict[str, int]:
+    """How many ``rows`` are in ``batches``, and how many ``tokens`` where they hold token ids; what a mask hides is none."""
+    rows = tokens = 0
+    for batch in batches:
+        given = [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor) and value.dim()]
+        ids = batch.kwargs.get("input_ids", next((value for value in given if _is_ids(value)), None))
+        mask = batch.kwargs.get("attention_mask")
+        rows += len(given[0]) if given else 1
+        if isinstance(ids, Tensor):
+            seen = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids)
+            tokens += int(seen.count_nonzero())
+    return {"rows": rows, **({"tokens": tokens} if tokens else {})}
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..environment import usable_device
 from .assembly import Assembly
+from .card import drop_card, write_card
+from .header import Header
 from .inventory import Inventory
 from .shards import open_files, write_files
-from .skeleton import built, is_pretrained, write_config
+from .skeleton import built, is_pretrained, recorded, write_config
 from .tensor_file import CheckpointError
 
 __all__ = ["CheckpointError", "load", "save"]
@@ -29,7 +32,8 @@ def save(
     """Write ``model`` to ``folder``: ``model.safetensors``, or several files and an index above ``max_shard_bytes``.
 
     Quantized weights are written in their canonical bytes whatever the layout in memory, everything else as it is, and
-    a tensor with several names once. A transformers model's ``config.json`` and ``generation_config.json`` are written too.
+    a tensor with several names once. A transformers model's ``config.json`` and ``generation_config.json`` are written too, and
+    a model card, ``README.md``, unless the folder has one that somebody else wrote.
 
     ``beside(path)`` may write further files of the same checkpoint, a tokenizer's say, into the folder ``path``, from which they
     are moved with the others.
@@ -48,11 +52,14 @@ def save(
 
     def extras(path: Path) -> None:
         if is_pretrained(model):
-            write_config(model, path, quantized=not found.header.is_plain)
+            write_config(model, path, _told(model, found.header))
+            write_card(path, Path(folder))
         if beside is not None:
             beside(path)
 
     write_files(Path(folder), found.tensors, found.header, max_shard_bytes, extras)
+    if found.header.is_plain:
+        drop_card(Path(folder))
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None, device: torch.device | str | None = None) -> nn.Module:
@@ -84,5 +91,13 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None, device:
     if not files.header.is_plain and is_pretrained(loaded):
         from ..pretrained.quantizer import attach
 
-        attach(loaded)
+        attach(loaded, told=recorded(path))
     return loaded
+
+
+def _told(model: nn.Module, header: Header) -> dict[str, Any] | None:
+    if header.is_plain:
+        return None
+    from ..pretrained.quantizer import told_of
+
+    return told_of(model, header)

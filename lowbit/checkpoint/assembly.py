@@ -147,8 +147,9 @@ class Assembly:
             self._need(joined(prefix, "input_scale"), Spec(torch.float32, ()))
 
     def _need_parts(self, path: str, entry: Entry) -> None:
+        names = entry.names(path)
         for part, spec in entry.parts().items():
-            self._need(joined(path, part), spec)
+            self._need(names[part], spec)
 
     def _need(self, path: str, want: Spec, any_dtype: bool = False) -> None:
         """The file must hold ``path`` in this shape, and in this dtype unless only a float or only an integer will do."""
@@ -224,8 +225,8 @@ class Assembly:
 
     def _fetch_parts(self, path: str, entry: Entry, like: Tensor) -> None:
         packing = entry.packing()
-        for part in entry.parts():
-            self._fetch(joined(path, part), like, packing.get(part))
+        for part, name in entry.names(path).items():
+            self._fetch(name, like, packing.get(part))
 
     def _fetch(self, path: str, like: Tensor, packing: tuple[int, int] | None = None) -> None:
         stored = self._stored(path)
@@ -253,7 +254,7 @@ class Assembly:
             self._model.get_submodule(parent)._modules[name] = module
         replaced: dict[tuple[int, str], nn.Module] = {}
         for path, module in self._swaps:
-            key = (id(module), self._stored(joined(path, "packed")))
+            key = (id(module), self._stored(self._header.quantized[path].names(path)["packed"]))
             if key not in replaced:
                 replaced[key] = self._quantized(path, module)
             parent, _, name = path.rpartition(".")
@@ -294,10 +295,11 @@ class Assembly:
     def _weight(self, path: str) -> QTensor:
         """One object for all names that share every part."""
         entry = self._header.quantized[path]
-        stored = tuple(self._stored(joined(path, part)) for part in entry.parts())
+        names = entry.names(path)
+        stored = tuple(map(self._stored, names.values()))
         if stored not in self._weights:
-            found = {part: self._part(joined(path, part)) for part in entry.parts()}
-            parts = (found["packed"], found["scale"], found.get("zero_point"), found.get("outer"))
+            found = {part: self._part(name) for part, name in names.items()}
+            parts = (found["packed"].squeeze(-1), found["scale"], found.get("zero_point"), found.get("outer"))
             weight = QTensor(*parts, entry.scheme, entry.shape, entry.dtype)
             self._weights[stored] = cast(QTensor, nn.Parameter(weight, requires_grad=False))
         return self._weights[stored]

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from ..packing import packed_size
 from ..scheme import PLAIN_SCALES, Scheme
 from .tensor_file import CheckpointError, Spec, is_shape, parse_json
 
-__all__ = ["VERSION", "Entry", "Header"]
+__all__ = ["VERSION", "Entry", "Header", "is_quantized"]
 
-VERSION = 1
+VERSION = 2
+_READ = (1, 2)
 _KEY = "lowbit"
 _KINDS = ("linear", "embedding", "parameter")
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
@@ -48,10 +50,13 @@ class Entry:
     input_scale: bool = False
 
     def parts(self) -> dict[str, Spec]:
-        """What the file holds of the weight, by the part's name: codes of any kind are packed at their format's bits."""
+        """What the file holds of the weight, by the part's name: codes of any kind are packed at their format's bits.
+
+        ``packed`` stands where the float weight would, and has a dimension more: whoever takes it for one has to fail.
+        """
         scheme, (*lead, n, k) = self.scheme, self.shape
         groups = scheme.groups(k) if k else 0
-        packed = Spec(torch.uint8, (*lead, n, packed_size(scheme.bits, k)))
+        packed = Spec(torch.uint8, (*lead, n, packed_size(scheme.bits, k), 1))
         plain = Spec(scheme.scale_dtype, (*lead, n, groups))
         scale = plain if scheme.scale in PLAIN_SCALES else Spec(torch.uint8, (*lead, n, packed_size(scheme.scale_bits, groups)))
         parts = {"packed": packed, "scale": scale}
@@ -61,6 +66,12 @@ class Entry:
         if scheme.outer:
             parts["outer"] = Spec(torch.float32, tuple(lead))
         return parts
+
+    def names(self, path: str) -> dict[str, str]:
+        """Under which names the file has the parts of the weight of ``path``."""
+        codes = path if self.kind == "parameter" else f"{path}.weight" if path else "weight"
+        prefix = f"{path}." if path else ""
+        return {part: codes if part == "packed" else prefix + part for part in self.parts()}
 
     def packing(self) -> dict[str, tuple[int, int]]:
         """(bits, codes in a row) of the parts beside ``packed`` whose codes are packed in the file and a byte in memory."""
@@ -107,6 +118,7 @@ class Header:
         nonpersistent: names of stored buffers that a ``state_dict`` leaves out (rotary frequencies).
         model: what the model was; informative.
         inserted: the settings of each module that the model's class knows nothing of, with its ``kind``, by its name.
+        version: of the format; names are those of the present one, whatever the version of the file.
     """
 
     quantized: dict[str, Entry] = field(default_factory=dict)
@@ -114,11 +126,20 @@ class Header:
     nonpersistent: list[str] = field(default_factory=list)
     model: dict[str, str] = field(default_factory=dict)
     inserted: dict[str, dict[str, Any]] = field(default_factory=dict)
+    version: int = VERSION
 
     @property
     def is_plain(self) -> bool:
         """Whether a reader that knows nothing of it gets the model right: nothing is quantized, and nothing was inserted."""
         return not self.quantized and not self.inserted
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Bytes of the quantized weights, with their scales, over their number; None where there are none."""
+        own = [entry for path, entry in self.quantized.items() if entry.names(path)["packed"] not in self.aliases]
+        weights = sum(math.prod(entry.shape) for entry in own)
+        held = sum(spec.nbytes for entry in own for spec in entry.parts().values())
+        return 8 * held / weights if weights else None
 
     def metadata(self) -> dict[str, str]:
         """The metadata of a safetensors file; ``format`` is what other libraries ask for."""
@@ -141,11 +162,10 @@ class Header:
             raise CheckpointError(f"{path}: has no {_KEY!r} in its metadata: not written by lowbit.save, or altered")
         content = parse_json(metadata[_KEY], f"{path}: the lowbit header")
         version = content.get("version")
-        if type(version) is not int or version != VERSION:
+        if type(version) is not int or version not in _READ:
             remedy = "upgrade lowbit" if type(version) is int and version > VERSION else "the file was altered"
-            raise CheckpointError(
-                f"{path}: version {version!s:.40} of the format; this library reads version {VERSION}: {remedy}"
-            )
+            read = " and ".join(map(str, _READ))
+            raise CheckpointError(f"{path}: version {version!s:.40} of the format; this library reads versions {read}: {remedy}")
         for name in ("formats", "quantized", "aliases", "model"):
             if not isinstance(content.get(name), dict):
                 raise CheckpointError(f"{path}: the lowbit header needs an object {name!r}")
@@ -159,7 +179,23 @@ class Header:
         inserted = content.get("inserted", {})
         if not isinstance(inserted, dict) or not all(isinstance(settings, dict) for settings in inserted.values()):
             raise CheckpointError(f"{path}: inserted of the lowbit header must hold the settings of modules")
-        return Header(quantized, content["aliases"], names, model, inserted)
+        found = Header(quantized, content["aliases"], names, model, inserted, version)
+        present = {old: new for new, old in found.older_names().items()}
+        found.aliases = {present.get(name, name): present.get(stored, stored) for name, stored in found.aliases.items()}
+        return found
+
+    def older_names(self) -> dict[str, str]:
+        """The names that tensors have in files of this version, by those of the present one, where these differ: version 1 had
+        codes, without their last dimension, in ``NAME.packed``."""
+        if self.version > 1:
+            return {}
+        names = {path: entry.names(path)["packed"] for path, entry in self.quantized.items()}
+        return {name: f"{path}.packed" if path else "packed" for path, name in names.items()}
+
+
+def is_quantized(metadata: dict[str, str], path: Path) -> bool:
+    """Whether the file at ``path``, which has this ``metadata``, holds what lowbit quantized or rewrote."""
+    return _KEY in metadata and not Header.parse(metadata, str(path)).is_plain
 
 
 def _numbers(values: tuple[float, ...]) -> list[float | str]:

@@ -106,8 +106,9 @@ class Inventory:
             yield self._plain_item(path, resident(module, name, buffer))
 
     def _weight_items(self, prefix: str, weight: QTensor, entry: Entry) -> Iterator[_Item]:
+        names = entry.names(prefix)
         for part, spec in entry.parts().items():
-            name, source = joined(prefix, part), getattr(weight, part)
+            name, source = names[part], getattr(weight, part)
             _check(name, source, self._absent is not None)
             yield _Item(name, spec, source, partial(_part, weight, part))
 
@@ -133,6 +134,8 @@ def _part(weight: QTensor, part: str) -> Tensor:
     """A part in its canonical form, codes packed: zero points of a format, and scales where they are codes."""
     tensor: Tensor = getattr(weight.canonical(), part).detach()
     scheme = weight.scheme
+    if part == "packed":
+        return tensor.unsqueeze(-1)
     if part == "zero_point" and scheme.zero_point == "int":
         return pack(tensor, scheme.bits)
     if part == "scale" and scheme.scale not in PLAIN_SCALES:

@@ -14,7 +14,7 @@ from .header import Header
 from .staging import WEIGHTS, replacing
 from .tensor_file import CheckpointError, Spec, Stored, TensorFile, named_errors, parse_json, sync, write_tensor_file
 
-__all__ = ["INDEX", "SINGLE", "FileSet", "open_files", "read_index", "weight_files", "write_files"]
+__all__ = ["INDEX", "SINGLE", "FileSet", "open_files", "present_specs", "read_index", "weight_files", "write_files"]
 
 SINGLE, INDEX = WEIGHTS.single, WEIGHTS.index
 _MAX_INDEX = 100_000_000  # as for the header of a file
@@ -24,19 +24,24 @@ _MAX_INDEX = 100_000_000  # as for the header of a file
 
 
 class FileSet:
-    """Open files that hold one checkpoint: ``header``, ``specs`` of all tensors by name, and :meth:`read`."""
+    """Open files that hold one checkpoint: ``header``, ``specs`` of all tensors by name, and :meth:`read`.
+
+    Names and shapes are those of the present version of the format, whatever the version of the files.
+    """
 
     def __init__(self, files: Sequence[TensorFile]) -> None:
         self.files = files
         self.header = Header.parse(files[0].metadata, str(files[0].path))
         self._home: dict[str, TensorFile] = {}
+        self._older = self.header.older_names()
         for file in files:
             if file.metadata != files[0].metadata:
                 raise CheckpointError(f"{file.path}: its header differs from that of {files[0].path.name}: files of two saves")
-            for name in file.specs:
+            for name in present_specs(file, self.header):
                 if name in self._home:
                     raise CheckpointError(f"{file.path}: tensor {name} stands in {self._home[name].path.name} as well")
                 self._home[name] = file
+        self.specs = {name: spec for file in files for name, spec in present_specs(file, self.header).items()}
         for name, stored in self.header.aliases.items():
             if name in self._home or stored not in self._home:
                 raise CheckpointError(f"{files[0].path}: {name} is to share the tensor {stored}, which no file holds")
@@ -44,16 +49,26 @@ class FileSet:
             if self.header.aliases.get(name, name) not in self._home:
                 raise CheckpointError(f"{files[0].path}: the header lists the buffer {name}, which no file holds: altered")
 
-    @property
-    def specs(self) -> dict[str, Spec]:
-        return {name: file.specs[name] for name, file in self._home.items()}
-
     def path(self, name: str) -> Path:
         """The file that holds the tensor ``name``; for a name that none holds the first file."""
         return self._home.get(name, self.files[0]).path
 
     def read(self, name: str) -> Tensor:
-        return self._home[name].read(name)
+        older = self._older.get(name)
+        return self._home[name].read(name) if older is None else self._home[name].read(older).unsqueeze(-1)
+
+
+def present_specs(file: TensorFile, header: Header) -> dict[str, Spec]:
+    """What ``file`` holds, as the present version of the format would have it. Raises :class:`CheckpointError` for a tensor that
+    an older version could not have beside the codes of a weight."""
+    specs = dict(file.specs)
+    for name, older in header.older_names().items():
+        if name in specs:
+            raise CheckpointError(f"{file.path}: unexpected: {name}, whose codes are in {older}")
+        if older in specs:
+            dtype, shape = specs.pop(older)
+            specs[name] = Spec(dtype, (*shape, 1))
+    return specs
 
 
 @contextlib.contextmanager

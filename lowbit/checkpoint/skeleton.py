@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..weight import QuantizedModule
-from .header import VERSION
 from .tensor_file import CheckpointError, parse_json
 
-__all__ = ["built", "float_dtype", "is_pretrained", "write_config"]
+__all__ = ["built", "float_dtype", "is_pretrained", "recorded", "write_config"]
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
@@ -31,10 +30,11 @@ def is_pretrained(model: nn.Module) -> bool:
     return home is not None and isinstance(model, home.PreTrainedModel)
 
 
-def write_config(model: nn.Module, folder: Path, quantized: bool) -> None:
+def write_config(model: nn.Module, folder: Path, told: Mapping[str, Any] | None = None) -> None:
     """Write config.json and generation_config.json, from which :func:`built` makes the model again.
 
-    A quantized model's names its method, by which other programs see that they cannot read its tensors.
+    A quantized model's has ``told`` under ``quantization_config``: its method, by which other programs see that they cannot read
+    its tensors, and how it was made.
     """
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -42,15 +42,24 @@ def write_config(model: nn.Module, folder: Path, quantized: bool) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.save_pretrained(folder)
-    if quantized:
+    if told is not None:
         path = folder / CONFIG
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["quantization_config"] = {"quant_method": "lowbit", "version": VERSION}
+        content["quantization_config"] = dict(told)
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
         # Not save_pretrained, which refuses settings that contradict each other, as those of published models do.
         generation.to_json_file(folder / _GENERATION, use_diff=True)
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """What config.json in ``folder`` says of how the model was quantized; empty where there is none that can be read."""
+    try:
+        found = parse_json((folder / CONFIG).read_bytes(), CONFIG).get("quantization_config")
+    except (OSError, CheckpointError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def float_dtype(model: nn.Module) -> torch.dtype:

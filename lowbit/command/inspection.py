@@ -28,7 +28,7 @@ def inspect(
 def _opened(path: Path) -> tuple[Header, dict[str, Spec], list[Path]]:
     """The header, the tensors and the files of a folder, or of one of its files."""
     from lowbit.checkpoint.header import Header
-    from lowbit.checkpoint.shards import open_files
+    from lowbit.checkpoint.shards import open_files, present_specs
     from lowbit.checkpoint.tensor_file import TensorFile
 
     if path.is_dir():
@@ -36,32 +36,33 @@ def _opened(path: Path) -> tuple[Header, dict[str, Spec], list[Path]]:
             return found.header, found.specs, [file.path for file in found.files]
     file = TensorFile(path)
     try:
-        return Header.parse(file.metadata, str(path)), file.specs, [path]
+        header = Header.parse(file.metadata, str(path))
+        return header, present_specs(file, header), [path]
     finally:
         file.close()
 
 
 def _described(path: Path, header: Header, specs: dict[str, Spec], files: list[Path]) -> dict[str, Any]:
     from lowbit.checkpoint import CheckpointError
-    from lowbit.checkpoint.header import VERSION
 
-    layers = [_layer(name, entry) for name, entry in header.quantized.items() if f"{name}.packed" in specs]
-    for layer in layers:
-        for part, spec in header.quantized[layer["name"]].parts().items():
-            stored = f"{layer['name']}.{part}"
+    held = {name: entry for name, entry in header.quantized.items() if entry.names(name)["packed"] in specs}
+    layers = [_layer(name, entry) for name, entry in held.items()]
+    parts = {stored for name, entry in held.items() for stored in entry.names(name).values()}
+    for name, entry in held.items():
+        for part, spec in entry.parts().items():
+            stored = entry.names(name)[part]
             if (found := specs.get(header.aliases.get(stored, stored), spec)) != spec:  # of a shard others hold the rest
                 raise CheckpointError(f"{path}: {stored} is {found}, and the header says {spec}: cut short or altered")
-    parts = {f"{layer['name']}.{part}" for layer in layers for part in header.quantized[layer["name"]].parts()}
     weights = sum(math.prod(layer["shape"]) for layer in layers)
-    held = sum(layer["bytes"] for layer in layers)
+    size = sum(layer["bytes"] for layer in layers)
     return {
         "path": str(path),
-        "version": VERSION,
+        "version": header.version,
         "model": header.model,
         "files": {file.name: file.stat().st_size for file in files},
         "quantized_layers": len(layers),
-        "quantized_bytes": held,
-        "bits_per_weight": 8 * held / max(weights, 1),
+        "quantized_bytes": size,
+        "bits_per_weight": 8 * size / max(weights, 1),
         "other_tensors": len(specs.keys() - parts),
         "other_bytes": sum(spec.nbytes for name, spec in specs.items() if name not in parts),
         "aliases": header.aliases,

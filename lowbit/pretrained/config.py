@@ -67,12 +67,31 @@ class Config(QuantizationConfigMixin):
 
 class LowbitFolder(Config):
     """What config.json of a quantized folder says. The tensors' own header says what each of them is; ``recipe``, which
-    may be None, is what they were made by."""
+    may be None, is what they were made by, and ``made`` what else is known of that, for people to read:
 
-    def __init__(self, recipe: Any = None) -> None:
+    * ``bits_per_weight``: of the layers that are quantized, scales included;
+    * ``calibration``: the rows, and of token ids the tokens, of the data that was looked at; absent where none was;
+    * ``lowbit_version``: of the library that quantized;
+    * ``base_model``: the name of the float model.
+    """
+
+    _MADE = ("bits_per_weight", "calibration", "lowbit_version", "base_model")
+
+    def __init__(self, recipe: Any = None, made: Mapping[str, Any] | None = None) -> None:
         self.recipe = None
+        self.made = dict(made or {})
         if recipe is not None:
             super().__init__(recipe)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), **self.made}
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        found = super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+        config = found[0] if return_unused_kwargs else found
+        config.made = {name: config_dict[name] for name in cls._MADE if name in config_dict}
+        return found
 
 
 def _read(recipe: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.header import is_quantized
 from ..checkpoint.provenance import by_config, by_names, remedy
 from ..checkpoint.shards import INDEX, SINGLE, read_index
 from ..checkpoint.skeleton import built
@@ -139,6 +140,8 @@ def _specs(file: Path) -> dict[str, Spec]:
     if file.suffix == ".safetensors":
         opened = TensorFile(file)
         opened.close()
+        if is_quantized(opened.metadata, file):
+            raise QuantizedError(f"{file} is quantized already, as lowbit: {remedy('lowbit')}")
         return opened.specs
     try:
         tensors = torch.load(file, map_location="meta", weights_only=True, mmap=True)

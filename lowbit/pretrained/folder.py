@@ -73,11 +73,7 @@ class Folder:
         for module in model.modules():
             if isinstance(module, QuantizedModule):
                 module._is_hf_initialized = True
-        known, aliases = set(model.state_dict()), dict(self._header.aliases)
-        for path, entry in self._header.quantized.items():
-            home = aliases.get(joined(path, "packed"))
-            if home is not None and all(joined(path, part) in aliases for part in entry.parts()):
-                aliases[joined(path, "weight")] = joined(home.rpartition(".")[0], "weight")
+        known, aliases = set(model.state_dict()), self._header.aliases
         set_ties(model, {name: stored for name, stored in aliases.items() if name in known})
         self._ignored = model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {

@@ -18,7 +18,7 @@ _PARTS = ("packed", "scale", "zero_point", "outer")
 
 
 class WeightParts(WeightConverter):
-    """Tells transformers that the tensors ``NAME.packed``, ``NAME.scale`` ... of each quantized layer are one ``NAME.weight``.
+    """Tells transformers that ``NAME.weight`` (codes), ``NAME.scale`` ... of each quantized layer are one ``NAME.weight``.
 
     ``entries``: what the header says of each layer, by its name. A pattern, which transformers would search for in every name,
     could not tell a ``scale`` of a quantized layer from that of any other module.
@@ -35,6 +35,7 @@ class WeightParts(WeightConverter):
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         path, _, part = source_key.rpartition(".")
+        part = "packed" if part == "weight" else part  # as files of version 1 call the codes
         if part not in _PARTS or path not in self._entries:
             return source_key, None
         self._was_used = True
@@ -61,6 +62,8 @@ class _Assembled(ConversionOps):
         for part, found in input_dict.items():
             tensor = found[0] if isinstance(found, list) else found
             parts[part] = unpack(tensor, *packing[part]) if part in packing else tensor
+        if parts["packed"] is not None and parts["packed"].dim() > len(entry.shape):
+            parts["packed"] = parts["packed"].squeeze(-1)
         weight = QTensor(*parts.values(), entry.scheme, entry.shape, outline.dtype)
         if (held := getattr(outline, "readers", None)) is not None:
             weight.readers = held  # which a weight that goes to disk has with it

@@ -5,7 +5,8 @@ Which of its methods are called, and when, was read from transformers 5.9 to 5.2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from .config import METHOD, Config, LowbitFolder
 
 if TYPE_CHECKING:
+    from ..checkpoint.header import Header
     from ..planning import Plan
     from .folder import Folder
     from .stream import Stream
@@ -121,7 +123,7 @@ class LowbitQuantizer(HfQuantizer):
         from ..checkpoint.inventory import Inventory
 
         found = Inventory(model)
-        model.config.quantization_config = self.quantization_config  # config.json is written next
+        model.config.quantization_config = _told(model, found.header)  # config.json is written next
         return {stored.name: stored.value().detach().cpu() for stored in found.tensors}, found.header.metadata()
 
     def is_serializable(self) -> bool:
@@ -154,15 +156,61 @@ def _override_methods() -> None:
         override(name, lambda cast, model, *args, name=name: getattr(nn.Module, name)(model, *args), is_quantized)
 
 
-def attach(model: Any, plan: Plan | None = None) -> None:
-    """Let ``model.save_pretrained`` write ``model``, one of transformers' that was quantized outside from_pretrained."""
+def attach(model: Any, plan: Plan | None = None, told: Mapping[str, Any] | None = None) -> None:
+    """Let ``model.save_pretrained`` write ``model``, one of transformers' that was quantized outside from_pretrained, by
+    ``plan``, or that comes from a folder whose config.json has ``told`` of it."""
     from .ties import keep_ties
 
-    model.hf_quantizer = LowbitQuantizer(LowbitFolder(None if plan is None else plan.recipe))
+    if plan is not None:
+        config = LowbitFolder(plan.recipe, _made(model, plan))
+    else:
+        try:
+            config = LowbitFolder.from_dict(told or {})
+        except (TypeError, ValueError):  # a recipe that this version does not know, in words for people
+            config = LowbitFolder()
+    model.hf_quantizer = LowbitQuantizer(config)
     model.hf_quantizer.plan = plan
     model.is_quantized, model.quantization_method = True, METHOD
     model._weight_conversions = []
     keep_ties(model)
+
+
+def told_of(model: Any, header: Header, plan: Plan | None = None) -> dict[str, Any]:
+    """What config.json says under ``quantization_config`` of ``model``, which has the tensors of ``header``: how it was
+    quantized, as the model itself knows or by ``plan``."""
+    found: dict[str, Any] = _told(model, header, plan).to_dict()
+    return found
+
+
+def _told(model: Any, header: Header, plan: Plan | None = None) -> LowbitFolder:
+    quantizer = getattr(model, "hf_quantizer", None)
+    known: Config = LowbitFolder()
+    if plan is not None:
+        known = LowbitFolder(plan.recipe, _made(model, plan))
+    elif isinstance(quantizer, LowbitQuantizer):
+        known = quantizer.quantization_config
+        if not isinstance(known, LowbitFolder):  # that of a user
+            known = LowbitFolder(known.recipe, _made(model, quantizer.plan))
+    assert isinstance(known, LowbitFolder)
+    bits = header.bits_per_weight
+    return LowbitFolder(known.recipe, {**known.made, **({} if bits is None else {"bits_per_weight": round(bits, 4)})})
+
+
+def _made(model: Any, plan: Plan | None) -> dict[str, Any]:
+    """What is known of ``model`` when it is quantized, beside the recipe."""
+    from .. import __version__
+
+    older = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    known = older.made if isinstance(older, LowbitFolder) else {}
+    name = str(getattr(model, "name_or_path", "") or "")
+    if Path(name).exists() or name.count("/") > 1:  # where it is on this machine is no name
+        name = Path(name).absolute().name
+    data = None if plan is None else plan.calibration
+    return {
+        **({"calibration": dict(data)} if data else {}),
+        "lowbit_version": __version__,
+        **({"base_model": known.get("base_model", name)} if known.get("base_model", name) else {}),
+    }
 
 
 def register(module: ModuleType) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.card import write_card
 from ..checkpoint.staging import Weights, replacing
 
 __all__ = ["save_pretrained"]
@@ -29,4 +30,6 @@ def save_pretrained(
     if given.get("push_to_hub"):
         options.setdefault("repo_id", folder.absolute().name)  # transformers would take the name of the hidden folder
     with replacing(folder, Weights.of(given.get("variant"))) as staging:
-        return save(model, str(staging), *args, **options)
+        saved = save(model, str(staging), *args, **options)
+        write_card(staging, folder)
+        return saved

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from ..ambient import isolated
 from ..calibration.calibrator import Calibrator
-from ..calibration.data import Batch, Calibration
+from ..calibration.data import Batch, Calibration, amount
 from ..calibration.nesting import leaves
 from ..calibration.ranks import Ranks
 from ..calibration.sufficiency import remarks
+from ..checkpoint.card import write_card
 from ..checkpoint.inventory import Inventory
 from ..checkpoint.shards import write_files
 from ..checkpoint.skeleton import built, write_config
@@ -84,6 +85,7 @@ def quantize_folder(
     the model's, or that have another shape.
     """
     from ..pretrained.float_folder import check_float, check_folder
+    from ..pretrained.quantizer import told_of
 
     folder, recipe = Path(source), Recipe.of(what)
     if Path(output).exists() and folder.exists() and Path(output).samefile(folder):
@@ -102,6 +104,7 @@ def quantize_folder(
     data = Calibration.of(calibration)
     batches = data.batches(model)
     remarked = remarks(data, batches, recipe, carried.layers)
+    carried = dataclasses.replace(carried, calibration=amount(batches))
     rewrites = blockwise(recipe)
     room = room_for_statistics(max_memory, layers, carried, batches, at_once=bool(rewrites) or Ranks().count > 1)
     with opened(folder) as found:
@@ -118,7 +121,8 @@ def quantize_folder(
             calibrator.run()
             if Ranks().rank == 0:
                 finished = Inventory(model, partial(_tensor, model, files, workspace))
-                extras = partial(_extras, model, folder)
+                told = told_of(model, finished.header, carried)
+                extras = partial(_extras, model, folder, Path(output), told)
                 write_files(Path(output), finished.tensors, finished.header, max_shard_bytes, extras)
     return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=(*findings, *remarked, *calibrator.notes))
 
@@ -133,8 +137,9 @@ def _tensor(model: nn.Module, files: Source, workspace: Workspace, name: str) ->
     return files.read(name).to(model.get_parameter(name).dtype)
 
 
-def _extras(model: nn.Module, source: Path, staging: Path) -> None:
-    write_config(model, staging, quantized=True)
+def _extras(model: nn.Module, source: Path, output: Path, told: dict[str, Any], staging: Path) -> None:
+    write_config(model, staging, told)
+    write_card(staging, output)
     for name in _TOKENIZER:
         if (source / name).is_file():
             shutil.copyfile(source / name, staging / name)

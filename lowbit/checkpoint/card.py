@@ -1,0 +1,77 @@
+"""The model card of a quantized folder: README.md, which says to people what the files are and how they are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["drop_card", "write_card"]
+
+CARD = "README.md"
+_OURS = "<!-- written by lowbit, which replaces this file when it saves here again: delete this line to keep it -->"
+_IS_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def write_card(written: Path, home: Path) -> None:
+    """Write the card of the model whose config.json is in ``written``, into that folder, from which it goes to ``home``.
+
+    Nothing is written for a model that is not quantized, and where a card is that somebody else wrote.
+    """
+    if any(path.exists() and not _is_ours(path) for path in (written / CARD, home / CARD)):
+        return
+    config = json.loads((written / "config.json").read_text(encoding="utf-8"))
+    told = config.get("quantization_config") or {}
+    if told.get("quant_method") == "lowbit":
+        (written / CARD).write_text(_text(home.absolute().name, config, told), encoding="utf-8")
+
+
+def drop_card(home: Path) -> None:
+    """Remove the card that lowbit wrote into ``home`` of a model that a float one has replaced."""
+    if _is_ours(home / CARD):
+        (home / CARD).unlink()
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_file() and _OURS in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _text(name: str, config: Mapping[str, Any], told: Mapping[str, Any]) -> str:
+    kind = next(iter(config.get("architectures") or ()), "AutoModel")
+    base = str(told.get("base_model") or "")
+    head: dict[str, Any] = {"library_name": "transformers", "tags": ["lowbit"]}
+    if _IS_HUB_NAME.fullmatch(base):
+        head |= {"base_model": base, "base_model_relation": "quantized"}
+    recipe: Mapping[str, Any] = told.get("recipe") or {}
+    rows = {
+        "base model": base or "not recorded",
+        "class": f"`{kind}`",
+        "recipe": f"`{recipe['name']}`, below" if recipe.get("name") else "below" if recipe else "not recorded",
+        "bits a weight": f"{told['bits_per_weight']:.3f}, in the layers that are quantized" if "bits_per_weight" in told else "",
+        "calibration": _calibration(told.get("calibration")),
+        "made with": f"lowbit {told.get('lowbit_version', 'of a version that is not recorded')}",
+        "format of the files": f"version {told.get('version')}",
+        "saved with": f"transformers {config['transformers_version']}" if "transformers_version" in config else "",
+    }
+    lines = [
+        "---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", "", _OURS, "", f"# {name}", "",
+        "Weights quantized by lowbit. With it transformers (5.9 or newer) loads them; alone it raises for their shapes.", "",
+        "```python", "import lowbit", f"from transformers import {kind}", "", f'model = {kind}.from_pretrained("{name}")',
+        "```", "",
+        f'`lowbit.load("{name}")` gives the same model, and `lowbit inspect {name}` shows scheme and bytes of each layer.', "",
+        "| | |", "| --- | --- |", *(f"| {what} | {value} |" for what, value in rows.items() if value),
+    ]  # fmt: skip
+    if recipe:
+        lines += ["", "The recipe, as `lowbit quantize --recipe FILE` reads it:", "", "```yaml"]
+        lines += [yaml.safe_dump({name: recipe[name] for name in recipe if recipe[name]}, sort_keys=False).rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _calibration(told: Any) -> str:
+    if not isinstance(told, Mapping):
+        return "none: rounded without data"
+    return ", ".join(f"{told[what]:,} {what}" for what in ("rows", "tokens") if what in told)
