@@ -89,7 +89,7 @@ def test_a_folder_says_how_it_was_made(way: str, whole: Path, tmp_path: Path) ->
     assert Recipe.from_text(recipe) == what
     made: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
+        patch.chdir(folder)
         exec(code, made)
     assert torch.equal(made["model"](models.tokens()).logits, lowbit.load(folder)(models.tokens()).logits)
 

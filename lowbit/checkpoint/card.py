@@ -27,7 +27,7 @@ def write_card(written: Path, home: Path) -> None:
     config = json.loads((written / "config.json").read_text(encoding="utf-8"))
     told = config.get("quantization_config") or {}
     if told.get("quant_method") == "lowbit":
-        (written / CARD).write_text(_text(home.absolute().name, config, told), encoding="utf-8")
+        (written / CARD).write_text(_text(config, told), encoding="utf-8")
 
 
 def drop_card(home: Path) -> None:
@@ -40,7 +40,7 @@ def _is_ours(path: Path) -> bool:
     return path.is_file() and _OURS in path.read_text(encoding="utf-8", errors="replace")
 
 
-def _text(name: str, config: Mapping[str, Any], told: Mapping[str, Any]) -> str:
+def _text(config: Mapping[str, Any], told: Mapping[str, Any]) -> str:
     kind = next(iter(config.get("architectures") or ()), "AutoModel")
     base = str(told.get("base_model") or "")
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["lowbit"]}
@@ -57,12 +57,12 @@ def _text(name: str, config: Mapping[str, Any], told: Mapping[str, Any]) -> str:
         "format of the files": f"version {told.get('version')}",
         "saved with": f"transformers {config['transformers_version']}" if "transformers_version" in config else "",
     }
+    load = f'model = {kind}.from_pretrained(".")  # this folder, or its name on the hub'
     lines = [
-        "---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", "", _OURS, "", f"# {name}", "",
+        "---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", "", _OURS, "", f"# {base or kind}, quantized", "",
         "Weights quantized by lowbit. With it transformers (5.9 or newer) loads them; alone it raises for their shapes.", "",
-        "```python", "import lowbit", f"from transformers import {kind}", "", f'model = {kind}.from_pretrained("{name}")',
-        "```", "",
-        f'`lowbit.load("{name}")` gives the same model, and `lowbit inspect {name}` shows scheme and bytes of each layer.', "",
+        "```python", "import lowbit", f"from transformers import {kind}", "", load, "```", "",
+        '`lowbit.load(".")` gives the same model, and `lowbit inspect .` shows scheme and bytes of each layer.', "",
         "| | |", "| --- | --- |", *(f"| {what} | {value} |" for what, value in rows.items() if value),
     ]  # fmt: skip
     if recipe:

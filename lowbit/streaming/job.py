@@ -85,7 +85,6 @@ def quantize_folder(
     the model's, or that have another shape.
     """
     from ..pretrained.float_folder import check_float, check_folder
-    from ..pretrained.quantizer import told_of
 
     folder, recipe = Path(source), Recipe.of(what)
     if Path(output).exists() and folder.exists() and Path(output).samefile(folder):
@@ -121,6 +120,8 @@ def quantize_folder(
             calibrator.run()
             if Ranks().rank == 0:
                 finished = Inventory(model, partial(_tensor, model, files, workspace))
+                from ..pretrained.quantizer import told_of  # transformers is imported before
+
                 told = told_of(model, finished.header, carried)
                 extras = partial(_extras, model, folder, Path(output), told)
                 write_files(Path(output), finished.tensors, finished.header, max_shard_bytes, extras)
