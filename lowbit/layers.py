@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from .adapters import adapters
 from .equivalence import computes
+from .experts import expert_weights, router_weights
 from .extras import held_elsewhere, lost, quantized_names
 from .inserted import Inserted, PreparedLinear, RMSNorm
 from .placement.hooks import ATTRIBUTES, execution_device, is_hooked, kept_in_memory, offloaded
@@ -29,9 +30,10 @@ _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
 class Layer:
     """A module with a weight [N, K] that could be quantized, under every name that it has in the model.
 
-    ``obstacle`` says why it cannot be; ``kept`` what it is where rules for everything leave it: an embedding, a head, one that
-    transformers keeps. Weights that no such module holds (experts in one tensor, convolutions) are of kind ``"parameter"``, each
-    with an obstacle: a plan would otherwise be silent about what may be most of the model.
+    ``obstacle`` says why it cannot be; ``kept`` what it is where rules for everything leave it: an embedding, a head, a router,
+    one that transformers keeps. The weight of fused experts is of kind ``"experts"`` and [E, N, K]. Weights that no such module
+    holds (convolutions, states) are of kind ``"parameter"``: those that ``stays`` says something of stay, unless a pattern
+    :meth:`~lowbit.recipe.Rule.names` them. ``transposed``: the module has it the other way round.
     """
 
     names: tuple[str, ...]
@@ -40,6 +42,13 @@ class Layer:
     obstacle: str | None
     kept: str = ""
     attribute: str = "weight"
+    stays: str = ""
+    transposed: bool = False
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether a parameter is quantized in its module, which stays, and not the module replaced."""
+        return self.kind in ("experts", "parameter")
 
     @property
     def name(self) -> str:
@@ -47,12 +56,12 @@ class Layer:
 
     @property
     def weight(self) -> Tensor:
-        """The float weight [N, K], K the dimension that a product sums over."""
+        """The float weight [..., N, K], K the dimension that a product sums over."""
         weight = getattr(self.module, self.attribute)
         assert isinstance(weight, Tensor)
         if is_lazy(weight):  # no shape and no bytes yet
             return torch.empty(0, 0, dtype=weight.dtype, device="meta")
-        return weight.t() if self.kind == "conv1d" else weight
+        return weight.transpose(-1, -2) if self.transposed else weight
 
     @property
     def values(self) -> Tensor:
@@ -60,7 +69,7 @@ class Layer:
         found = offloaded(self.module, self.attribute) if self.weight.is_meta else None
         if found is None:
             return self.weight
-        return found.t() if self.kind == "conv1d" else found
+        return found.transpose(-1, -2) if self.transposed else found
 
     @property
     def home(self) -> torch.device:
@@ -86,40 +95,57 @@ def find_layers(model: nn.Module) -> list[Layer]:
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    kept, held, added = _kept(model), held_elsewhere(model), adapters(model)
+    kept, held, added, routers = _kept(model), held_elsewhere(model), adapters(model), router_weights(model)
     layers: list[Layer] = []
     for module, found in names.items():
         kind = layer_kind(module)
         if kind is None:
-            layers += _other_weights(module, found, module in added)
+            layers += _other_weights(module, found, module in added, routers)
         else:
             named = "the head" if kind == "linear" and found[0].rpartition(".")[2] in _HEAD_NAMES else ""
+            named = named or routers.get((module, "weight"), "")
             what = "an embedding" if kind == "embedding" else kept.get(module, named)
             obstacle = ADAPTER if module in added else _obstacle(module, kind, found[0]) or held.get(module)
-            layers.append(Layer(tuple(found), module, kind, obstacle, what))
-            layers += _other_weights(module, found, module in added)
+            layers.append(Layer(tuple(found), module, kind, obstacle, what, transposed=kind == "conv1d"))
+            layers += _other_weights(module, found, module in added, routers)
     return layers
 
 
-def _other_weights(module: nn.Module, names: list[str], is_adapter: bool) -> Iterator[Layer]:
-    """The parameters of two or more dimensions beside a layer's weight: what nothing here quantizes."""
+def _other_weights(
+    module: nn.Module, names: list[str], is_adapter: bool, routers: dict[tuple[nn.Module, str], str]
+) -> Iterator[Layer]:
+    """The parameters of two or more dimensions beside a layer's weight: experts, and what is quantized by its name alone."""
     if isinstance(module, (ParametrizationList, QuantizedModule)):
         return  # of the first the layer that it belongs to speaks
-    is_layer = layer_kind(module) is not None
+    is_layer, experts = layer_kind(module) is not None, expert_weights(module)
     for leaf, parameter in module._parameters.items():
         if parameter is None or is_lazy(parameter) or parameter.dim() < 2 or not parameter.is_floating_point():
             continue
         if is_layer and leaf == "weight":
             continue
+        obstacle, stays = _parameter_obstacle(parameter), ""
         if is_adapter:
             obstacle = ADAPTER
         elif is_layer:
             obstacle = f"a parameter of {type(module).__name__} beside its weight"
-        elif isinstance(parameter, QTensor):
-            obstacle = f"quantized already ({parameter.scheme})"
-        else:
-            obstacle = f"a parameter of {type(module).__name__}, which is no linear layer, Conv1D or embedding"
-        yield Layer(tuple(f"{name}.{leaf}".lstrip(".") for name in names), module, "parameter", obstacle, attribute=leaf)
+        elif leaf not in experts:
+            what = f"a parameter of {type(module).__name__}, which is no linear layer, Conv1D or embedding"
+            stays = routers.get((module, leaf), what)
+            if obstacle is not None and not isinstance(parameter, QTensor):
+                obstacle = f"{what}: {obstacle}"
+        found = tuple(f"{name}.{leaf}".lstrip(".") for name in names)
+        kind, turned = "experts" if leaf in experts else "parameter", experts.get(leaf, False)
+        yield Layer(found, module, kind, obstacle, attribute=leaf, stays=stays, transposed=turned)
+
+
+def _parameter_obstacle(parameter: Tensor) -> str | None:
+    if isinstance(parameter, QTensor):
+        return f"quantized already ({parameter.scheme})"
+    if type(parameter) is not nn.Parameter or parameter.dtype.itemsize < 2:
+        return f"it is a {type(parameter).__name__} of {parameter.dtype}, not a float parameter"
+    if parameter.dim() > 3:
+        return f"it has {parameter.dim()} dimensions: matrices [N, K] and [E, N, K] can be quantized"
+    return "it is empty" if parameter.numel() == 0 else None
 
 
 def replace_module(model: nn.Module, names: tuple[str, ...], module: nn.Module) -> None:

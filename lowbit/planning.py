@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ BATCHES = (1, 16, 512)
 NO_PATTERN = "no pattern matches"
 STAYS = "modules_to_not_convert"
 BY_NAME = "name it in a pattern to quantize it"
+WEIGHT_ALONE = "its weight alone: inputs are rounded by linear layers"
 FilterFn = Callable[[nn.Module, str], bool]
 
 
@@ -167,7 +169,7 @@ def resolve(
     entries = []
     for i, (layer, (target, reason)) in enumerate(zip(layers, decisions, strict=True)):
         entries.append(_entry(layer, target, reason, twins.get(i), i in shared, where))
-    return Plan(recipe, tuple(entries)), layers
+    return Plan(recipe, tuple(entries), tuple(_idle_rules(recipe, entries, counts))), layers
 
 
 def _check_rules(recipe: Recipe, layers: list[Layer], counts: dict[str, int]) -> None:
@@ -187,12 +189,29 @@ def _check_rules(recipe: Recipe, layers: list[Layer], counts: dict[str, int]) ->
         taken |= matched
 
 
+def _idle_rules(recipe: Recipe, entries: list[LayerPlan], counts: dict[str, int]) -> Iterator[str]:
+    """What there is to say of rules that quantize nothing in this model, and were meant to."""
+    for rule in recipe.rules:
+        if rule.target is None:
+            continue
+        matched = [entry for entry in entries if recipe.rule_for(entry.names, counts) is rule]
+        if not matched:
+            yield f"pattern {rule} matches nothing in this model"
+        elif not any(entry.target is not None for entry in matched):
+            first = matched[0]
+            more = f" (and {len(matched) - 1} more)" if matched[1:] else ""
+            yield f"pattern {rule} quantizes nothing: {first.name}{more} stays: {first.reason}"
+
+
 def _check_kept(recipe: Recipe, model: nn.Module) -> None:
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for key in recipe.keep:
         if not any(keeps(key, name) for name in names):
             near = difflib.get_close_matches(key, names, n=3, cutoff=0.0)
-            raise ValueError(f"{key!r} is to be kept and names no module of the model; the nearest are {', '.join(near)}")
+            raise ValueError(
+                f"{key!r} is to be kept and names no module or parameter of the model; the nearest are {', '.join(near)}"
+            )
 
 
 def _decide(layer: Layer, recipe: Recipe, counts: dict[str, int], filter_fn: FilterFn | None) -> tuple[Target | None, str]:
@@ -207,8 +226,12 @@ def _decide(layer: Layer, recipe: Recipe, counts: dict[str, int], filter_fn: Fil
         return None, f"pattern {rule} leaves it"
     if rule.catch_all and layer.kept:
         return None, f"{layer.kept}: {BY_NAME}"
+    if layer.stays and not any(rule.names(name, counts) for name in layer.names):
+        return None, f"{layer.stays}: {BY_NAME}"
     if filter_fn is not None and not filter_fn(layer.module, layer.name):
         return None, "filter_fn leaves it"
+    if layer.is_parameter and rule.target.activation is not None:
+        return rule.target.replace(activation=None, activation_scale="token"), WEIGHT_ALONE
     return rule.target, ""
 
 
@@ -220,7 +243,7 @@ def _stay_with_ties(
     counts: dict[str, int],
 ) -> None:
     """What shares the weight of a layer that rules for everything leave is left by them too."""
-    left = next((i for i in group if decisions[i][1].endswith(BY_NAME)), None)
+    left = next((i for i in group if decisions[i][1].endswith(BY_NAME) and layers[i].kept), None)
     rules = [recipe.rule_for(layers[i].names, counts) for i in group if decisions[i][0] is not None]
     if left is None or not all(rule is not None and rule.catch_all for rule in rules):
         return
@@ -240,10 +263,11 @@ def _follow_ties(group: list[int], layers: list[Layer], decisions: list[tuple[Ta
     if any(decisions[i][1].startswith(("pattern", STAYS)) for i in group):
         raise ValueError(f"{names} share one weight: give both the same target, or both None")
     first = next(layers[i].name for i in group if decisions[i][0] is not None)
-    blocked = next((i for i in group if layers[i].obstacle is not None), None)
+    blocked = next((i for i in group if layers[i].obstacle is not None or (layers[i].stays and decisions[i][0] is None)), None)
     for i in group:
         if blocked is not None and i != blocked:
-            decisions[i] = None, f"tied to {layers[blocked].name}, which cannot be quantized: {layers[blocked].obstacle}"
+            why = layers[blocked].obstacle or layers[blocked].stays
+            decisions[i] = None, f"tied to {layers[blocked].name}, which cannot be quantized: {why}"
         elif blocked is None and decisions[i][0] is None:
             decisions[i] = next(iter(wanted)), f"tied to {first}"
 
@@ -258,17 +282,18 @@ def _entry(
     else:
         before = after = weight.nbytes
         bits = 8.0 * weight.element_size()
-    n, k = (int(weight.shape[0]), int(weight.shape[1])) if weight.dim() == 2 else (0, 0)
+    n, k = map(int, weight.shape[-2:])
+    matrices = math.prod(weight.shape[:-2])
     dtype = str(weight.dtype).removeprefix("torch.")
     kernels: dict[int, str] = {}
     refusals: dict[int, tuple[tuple[str, str], ...]] = {}
     layout = "canonical"
     if target is not None:
         bits = target.weight.bits_per_weight(k)
-        after = round(bits * n * k / 8) + (4 if target.weight.outer else 0)
+        after = round(bits * matrices * n * k / 8) + (4 * matrices if target.weight.outer else 0)
         op = "embedding" if layer.kind == "embedding" else "linear" if target.activation is None else "quantized_linear"
         where = layer.device if device is None else device
-        if not shared:
+        if not shared and layer.kind != "parameter":
             layout = registry.preferred_layout(
                 call_for(op, target.weight, layout, where, weight.dtype, 1, n, k, target.activation)
             )

@@ -22,7 +22,7 @@ from .planning import NO_PATTERN, FilterFn, LayerPlan, Plan, resolve
 from .recipe import Recipe
 from .replacement import Kept, Progress, Replacement
 from .rewrite import Rewrite
-from .weight import QuantizedModule
+from .tensor import QTensor
 
 __all__ = ["blockwise", "planned", "quantize_", "replace_layers", "rewrite_", "rewritten"]
 
@@ -72,7 +72,7 @@ def quantize_(
     recipe = Recipe.of(what)
     carried = _carried_out(model, recipe, Replacement, calibration, filter_fn, device, keep_on_device, progress)
     for module in model.modules():  # one of transformers' may stand within another library's, which saves by it
-        if is_pretrained(module) and any(isinstance(layer, QuantizedModule) for layer in module.modules()):
+        if is_pretrained(module) and any(isinstance(parameter, QTensor) for parameter in module.parameters()):
             from .pretrained.quantizer import attach
 
             attach(module, carried)
@@ -143,9 +143,8 @@ def _carried_out(
         calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, States(), blockwise(recipe))
         calibrator.run()
         notes += calibrator.notes
-    return dataclasses.replace(
-        carried, layers=tuple(replacement.entries), notes=tuple(notes), calibration=amount(batches) if batches else None
-    )
+    given, notes = amount(batches) if batches else None, [*carried.notes, *notes]
+    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(notes), calibration=given)
 
 
 def _refuse_offloaded(recipe: Recipe, carried: Plan, layers: Sequence[Layer]) -> None:

@@ -24,6 +24,8 @@ from .target import FIELDS, Target
 
 __all__ = ["Recipe", "Rule", "block_counts", "block_of", "keeps", "parted"]
 
+_ANOTHER = "\0"  # which no parameter is called
+
 
 def block_of(name: str) -> tuple[str, int] | None:
     """The stack and the number of the block that a layer stands in: the first number in its name. None outside of any."""
@@ -75,6 +77,10 @@ class Rule:
         if self.pattern.startswith("re:"):
             return re.search(self.pattern[3:], name) is not None
         return fnmatch.fnmatchcase(name, self.pattern)
+
+    def names(self, name: str, counts: Mapping[str, int] | None = None) -> bool:
+        """Whether the rule takes ``name`` for its last part too: it would not take another parameter of the same module."""
+        return self.matches(name, counts) and not self.matches(f"{name.rpartition('.')[0]}.{_ANOTHER}", counts)
 
     def __str__(self) -> str:
         return repr(self.pattern) + ("" if self.blocks is None else f" in the blocks {', '.join(map(str, self.blocks))}")

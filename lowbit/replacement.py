@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ __all__ = ["Done", "Kept", "Progress", "Replacement", "RoundedWeight", "quantize
 
 Progress = Callable[[LayerPlan, int, int], None]
 UNREACHED = "no calibration data reached it: rounded without"
+NO_STATISTICS = "no statistics are taken of what experts and single parameters read: rounded without"
 NO_STATIC_SCALE = "no calibration data reached it: its input's scales are found as it comes"
 
 
@@ -83,7 +84,7 @@ class Replacement:
             values = layer.values
             if values.is_meta:
                 raise ValueError(f"{entry.name} is on the meta device and has no values: load the model first")
-            check_weight(values, f"{entry.name}.weight")
+            check_weight(values, _named(layer))
 
     def carry_out(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
         """Replace the layer at place ``i``, if anything is to become of it: :meth:`round` and :meth:`place`."""
@@ -104,7 +105,7 @@ class Replacement:
         else:
             found = self._rounded(entry, layer, entry.target, statistics)
             if calibrated and statistics is None and layer.kind != "embedding":
-                found = found._replace(notes=(*found.notes, UNREACHED))
+                found = found._replace(notes=(*found.notes, NO_STATISTICS if layer.is_parameter else UNREACHED))
         if entry.target.activation_scale != "static":
             return found
         if statistics is None:
@@ -119,12 +120,17 @@ class Replacement:
         weight = self._done.get(key, found.weight)
         if weight.device != layer.home and not self._keep:  # another process rounded it
             weight = moved(weight, layer.home)
-        hook = take_hook(layer.module)
-        replacement = quantized_layer(layer, weight, entry.target, found.input_scale)
+        hook = take_hook(layer.module, layer.attribute)
+        if layer.is_parameter:
+            held = _put(layer, weight)
+            give_hook(layer.module, hook, layer.attribute)
+        else:
+            replacement = quantized_layer(layer, weight, entry.target, found.input_scale)
+            held = replacement.weight
+            replace_module(self._model, layer.names, replacement)
+            give_hook(replacement, hook)
         if key in self._shared:
-            self._done[key] = replacement.weight  # so that the next layer shares these very parameters
-        replace_module(self._model, layer.names, replacement)
-        give_hook(replacement, hook)
+            self._done[key] = held  # so that the next layer shares these very parameters
         known = self.entries[i]
         self._told(i, Done(found.loss, (*known.notes, *found.notes), known.rewrites))
 
@@ -150,7 +156,7 @@ class Replacement:
 
     def _rounded(self, entry: LayerPlan, layer: Layer, target: Target, statistics: Statistics | None) -> RoundedWeight:
         weight = layer.values.detach()
-        check_weight(weight, f"{entry.name}.weight")  # it may have come since the others were checked
+        check_weight(weight, _named(layer))  # it may have come since the others were checked
         origin = weight.device
         if self._device is not None:
             weight = weight.to(self._device)
@@ -196,6 +202,8 @@ def rounded(
     dtype = dtype or weight.dtype
     rounder = ROUNDERS[target.rounder]
     blind = rounder.needs_statistics and statistics is None
+    if weight.dim() > 2 and not (target.rounder == "rtn" or blind):
+        return _each_rounded(weight, target, dtype)
     if target.rounder == "rtn" or blind:  # the operator does this in chunks of rows, in a fused kernel where there is one
         found = QTensor.quantize(weight, target.weight, method="mse" if blind else target.scales)
         parts = (found.packed, found.scale, found.zero_point, found.outer)
@@ -207,11 +215,33 @@ def rounded(
     return RoundedWeight(QTensor.from_codes(codes, scales, target.weight, dtype), notes=notes)
 
 
+def _each_rounded(weight: Tensor, target: Target, dtype: torch.dtype) -> RoundedWeight:
+    """The matrices of ``weight`` [E, N, K] one by one, by a rounder that looks at no data."""
+    found = [rounded(matrix, target, None, dtype) for matrix in weight]
+    notes = dict.fromkeys(note for each in found for note in each.notes)
+    return RoundedWeight(cast(QTensor, torch.stack([each.weight for each in found])), notes=tuple(notes))
+
+
 def static_scale(statistics: Statistics, target: Target) -> Tensor:
     """The one scale, float32, under which the largest input seen is the largest number of the activation's format."""
     assert target.activation is not None
     top = statistics.absmax.max().float()
     return torch.where(top > 0, top / target.activation.fmt.symmetric_max, 1.0)
+
+
+def _named(layer: Layer) -> str:
+    return layer.name if layer.is_parameter else f"{layer.name}.weight"
+
+
+def _put(layer: Layer, weight: QTensor) -> QTensor:
+    """Give the module of ``layer``, which stays, ``weight`` as its parameter."""
+    if not isinstance(weight, nn.Parameter):
+        turned = weight.transpose(-1, -2) if layer.transposed else weight
+        weight = cast(QTensor, nn.Parameter(turned, requires_grad=False))
+        if layer.kind == "experts":
+            weight.read_by("linear")
+    layer.module._parameters[layer.attribute] = cast(nn.Parameter, weight)
+    return weight
 
 
 def quantized_layer(layer: Layer, weight: QTensor, target: Target, input_scale: Tensor | None = None) -> QuantizedModule:

@@ -82,6 +82,7 @@ class QTensor(torch.Tensor):
     _copies: Copies  # slices that are copies of bytes, and follow what is written here
     _shared: frozenset[str]  # parts that values outside this slice are scaled by too
     _write_back: Callable[[QTensor], None] | None  # how a slice that is a copy is written into its base
+    _matrices: tuple[Tensor, list[QTensor]] | None  # what they are views of, and they
     _exchanged: Callable[[], Callable[[], None] | None] | None  # a weak method, which is called once the parts are others
 
     @staticmethod
@@ -112,7 +113,7 @@ class QTensor(torch.Tensor):
         self._shortcuts = Shortcuts()
         self.readers, self.keeps_layout, self._trains = frozenset(), False, False
         self._copies, self._shared, self._write_back = Copies(), frozenset(), None
-        self._exchanged = None
+        self._exchanged, self._matrices = None, None
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -230,9 +231,9 @@ class QTensor(torch.Tensor):
                     self._take(self._arranged(layout))
 
     def _preferred(self, device: torch.device, dtype: torch.dtype) -> str:
-        if device.type == "meta" or len(self._stored_shape) != 2 or self.transposed:
+        if device.type == "meta" or len(self._stored_shape) not in (2, 3) or (self.transposed and len(self._stored_shape) == 2):
             return "canonical"
-        n, k = self._stored_shape
+        n, k = self._stored_shape[-2:]
         found = {
             preferred_layout(call_for(operator, self.scheme, "canonical", device, dtype, 1, n, k, activation))
             for operator, activation in self.readers
@@ -264,6 +265,18 @@ class QTensor(torch.Tensor):
         if self._write_back is not None:
             self._write_back(self)
         self._copies.refresh()
+
+    def matrices(self) -> list[QTensor]:
+        """The matrices [N, K] of this weight [E, N, K] or [E, K, N], as views in its layout, the same ones until its parts are
+        others."""
+        if self._matrices is None or self._matrices[0] is not self.packed:
+            with torch.inference_mode(False), torch.no_grad():
+                parts = {name: part.unbind() for name, part in self._parts().items()}
+                n_k, how = self._stored_shape[1:], (self.dtype, self.byte_layout, False)
+                every = range(self._stored_shape[0])
+                found = [_assemble({name: part[e] for name, part in parts.items()}, self.scheme, n_k, *how) for e in every]
+            self._matrices = self.packed, found
+        return self._matrices[1]
 
     # ---- what torch asks of a wrapper subclass ---------------------------------------------------------------
 

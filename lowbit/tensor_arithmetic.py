@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from . import tensor_shards, tensor_writes  # noqa: F401 - define operators
+from . import routed, tensor_shards, tensor_writes  # noqa: F401 - define operators
 from .tensor import QTensor
 from .tensor_ops import _on
 from .tensor_products import ATEN, FUNCTIONS

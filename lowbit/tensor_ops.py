@@ -136,11 +136,11 @@ def _stored_dim(q: QTensor, dim: int) -> int:
 
 
 def _index_rows(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor], transposed: bool | None = None) -> QTensor:
-    """Apply ``index(part, dim)`` along a stored dimension other than K; it may drop the dimension."""
-    q = q.canonical()
+    """Apply ``index(part, dim)`` along a stored dimension other than K, which it may drop. Whole matrices keep their layout."""
     lead = len(q._stored_shape) - 2
+    q = q if dim < lead else q.canonical()
     parts = {name: part if name == "outer" and dim >= lead else index(part, dim) for name, part in q._parts().items()}
-    return _rebuilt(q, parts, (*parts["packed"].shape[:-1], q._stored_shape[-1]), transposed)
+    return _rebuilt(q, parts, (*parts["packed"].shape[:-1], q._stored_shape[-1]), transposed, q.byte_layout)
 
 
 def _view_of_rows(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor], transposed: bool | None = None) -> QTensor:
@@ -148,7 +148,7 @@ def _view_of_rows(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor], 
     piece = _index_rows(q, dim, index, transposed)
     if q.outer is not None and dim >= len(q._stored_shape) - 2:
         piece._shared = frozenset({"outer"})
-    if q.byte_layout == "canonical":
+    if q.byte_layout == piece.byte_layout:
         return _over(q, piece)
 
     def write(base: QTensor, new: QTensor) -> None:

@@ -15,7 +15,7 @@ from lowbit_kernels.shortcut import signature
 
 from .scheme import Scheme
 from .tensor import QTensor, _with_rows
-from .tensor_ops import ATEN, _on, _t, _transpose
+from .tensor_ops import ATEN, _on, _t
 
 __all__ = ["ATEN", "FUNCTIONS", "Activation", "product"]
 
@@ -154,19 +154,3 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
 @_on(ATEN, aten.mv.default)
 def _mv(a: Tensor, b: Tensor) -> Tensor:
     return _mm(a, b[:, None])[:, 0]
-
-
-@_on(ATEN, aten.bmm.default)
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    if isinstance(b, QTensor) and not isinstance(a, QTensor):
-        return _grouped(a, _transpose(b, -1, -2)) if b.transposed else a @ b.dequantize(a.dtype)
-    if isinstance(a, QTensor) and not isinstance(b, QTensor):
-        return a.dequantize(b.dtype) @ b if a.transposed else _grouped(b.transpose(-1, -2), a).transpose(-1, -2)
-    raise NotImplementedError("a product of two QTensors: dequantize one of them")
-
-
-def _grouped(x: Tensor, weight: QTensor) -> Tensor:
-    if x.shape[-1] != weight._stored_shape[-1]:
-        raise ValueError(f"x must end in {weight._stored_shape[-1]} features, got shape {tuple(x.shape)}")
-    parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
-    return torch.ops.lowbit.grouped_linear(x, *parts, None, str(weight.scheme), weight.byte_layout)

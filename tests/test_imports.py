@@ -52,7 +52,8 @@ RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.tensor_writes",
-            "lowbit.tensor_arithmetic", "lowbit.tensor_scaling", "lowbit.tensor_shards", "lowbit.sharding", "lowbit.pickling",
+            "lowbit.tensor_arithmetic", "lowbit.tensor_scaling", "lowbit.tensor_shards", "lowbit.routed", "lowbit.experts",
+            "lowbit.sharding", "lowbit.pickling",
             "lowbit.weight", "lowbit.linear", "lowbit.fusion", "lowbit.fused", "lowbit.tokens", "lowbit.embedding",
             "lowbit.extras",
             "lowbit.equivalence", "lowbit.layers",

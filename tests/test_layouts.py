@@ -153,7 +153,8 @@ def test_every_operator_takes_a_weight_in_tiles(name: str) -> None:
     assert torch.equal(torch.nn.functional.embedding(indices, tiles), torch.nn.functional.embedding(indices, q))
     experts = QTensor.quantize(torch.randn(2, 20, 130, generator=torch.Generator().manual_seed(0)), name)
     batch = torch.randn(2, 3, 130)
-    assert torch.equal(torch.bmm(batch, experts.to_layout("tiles").mT), torch.bmm(batch, experts.mT))
+    with strict("reference_linear"):
+        assert torch.equal(torch.bmm(batch, experts.to_layout("tiles").mT), torch.bmm(batch, experts.mT))
 
 
 def test_the_operator_refuses_another_layout_s_bytes() -> None:

@@ -70,6 +70,7 @@ class Calibrator:
         self._names = [entry.name for entry in entries]
         self._padding = Padding(model)
         self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].target is not None}
+        self._heard = {i for i, layer in enumerate(layers) if layer.kind in ("linear", "conv1d")}
         self._ties = [group for group in tied_groups(layers) if any(i in self._modules for i in group)]
         self._room = room
         self._rescaler: Rescaler | None = None
@@ -160,7 +161,9 @@ class Calibrator:
                 if i <= beside:
                     if i < done:
                         raise ValueError(f"{path} is finished, and what it gave is not there any more: begin in a new folder")
-                    twin = Twin(block, path, self._dtypes(inside), partial(run, floats=True), rows)
+                    twin = Twin(
+                        block, path, self._dtypes([j for j in inside if j in self._heard]), partial(run, floats=True), rows
+                    )
                 if path in asking and twin is not None:
                     self._in_steps(inside, run, scope, twin)
                 else:
@@ -202,10 +205,10 @@ class Calibrator:
         """Round and replace the layers at ``places`` in the order in which they read each other, each with statistics of what
         those before it, rounded, give, and of how far that is from what ``twin`` gives."""
         dtypes = self._dtypes(places)
-        modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}
+        modules = {self._names[i]: self._modules[i] for i in places if i in self._heard}
 
         def ready(batch: int) -> object:
-            left = {self._names[i]: self._modules[i] for i in places if i in self._modules}
+            left = {self._names[i]: self._modules[i] for i in places if i in self._modules and i in self._heard}
             with narrowed(left, {name: dtypes[name] for name in left}):
                 return run(batch)
 
@@ -272,7 +275,7 @@ class Calibrator:
         """What comes between collecting and rounding. One batch is enough to see who reads what."""
         assert self._rescaler is not None
         first = next(iter(self._mine), None)
-        heard = [i for i in places if not isinstance(self._modules[i], nn.Embedding)]
+        heard = [i for i in places if i in self._heard]
         self._rescaler.rescale(scope, heard, collector, None if first is None else partial(run, first))
         for i in heard:
             self._modules[i] = self._rescaler.module(i)
@@ -282,7 +285,7 @@ class Calibrator:
     def _collected(
         self, places: list[int], run: Callable[[int], object], twin: Twin | None = None, share: bool = True
     ) -> Collector:
-        modules = {self._names[i]: self._modules[i] for i in places if not isinstance(self._modules[i], nn.Embedding)}
+        modules = {self._names[i]: self._modules[i] for i in places if i in self._heard}
         collector = Collector(modules, self._padding, share, self._room, drifts=twin is not None)
         error: ValueError | None = None
         try:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..embedding import QEmbedding
+from ..experts import settle
 from ..extras import hand_over
 from ..inserted import INSERTED
 from ..layers import layer_kind, replacement_loses
@@ -114,8 +115,8 @@ class Assembly:
             self._need(path, Spec(parameter.dtype, tuple(parameter.shape)), any_dtype=True)
             self._slots.append(_Slot(path, module, name, parameter, False))
             return
-        if tuple(parameter.shape) != entry.shape:
-            self._refuse(path, f"is {list(entry.shape)} in the file and {list(parameter.shape)} in the model")
+        if tuple(parameter.shape) != entry.outward:
+            self._refuse(path, f"is {list(entry.outward)} in the file and {list(parameter.shape)} in the model")
         self._need_parts(path, entry)
         self._parameters.append((path, module, name, parameter))
 
@@ -274,6 +275,7 @@ class Assembly:
                 slot.module._buffers[slot.name] = slot.current.to(self._device)
         for path, name, slot in self._rebound:
             setattr(root.get_submodule(path), name, self._tensor(slot.path))
+        settle(root)
         return root
 
     def _tensor(self, path: str) -> Tensor:
@@ -300,7 +302,7 @@ class Assembly:
         if stored not in self._weights:
             found = {part: self._part(name) for part, name in names.items()}
             parts = (found["packed"].squeeze(-1), found["scale"], found.get("zero_point"), found.get("outer"))
-            weight = QTensor(*parts, entry.scheme, entry.shape, entry.dtype)
+            weight = QTensor(*parts, entry.scheme, entry.shape, entry.dtype, transposed=entry.transposed)
             self._weights[stored] = cast(QTensor, nn.Parameter(weight, requires_grad=False))
         return self._weights[stored]
 

@@ -39,6 +39,7 @@ class Entry:
         dtype: of the float weight.
         bias, input_scale: whether these tensors stand beside the weight (``"linear"`` only).
         activation: the scheme that inputs are rounded to, or None.
+        transposed: whether the parameter is the transpose, [..., K, N], of the weight that is stored (``"parameter"`` only).
     """
 
     kind: str
@@ -48,6 +49,12 @@ class Entry:
     bias: bool = False
     activation: Scheme | None = None
     input_scale: bool = False
+    transposed: bool = False
+
+    @property
+    def outward(self) -> tuple[int, ...]:
+        """The shape that the module or parameter has."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
     def parts(self) -> dict[str, Spec]:
         """What the file holds of the weight, by the part's name: codes of any kind are packed at their format's bits.
@@ -105,6 +112,7 @@ class Entry:
             "bias": self.bias,
             "activation": None if self.activation is None else str(self.activation),
             "input_scale": self.input_scale,
+            **({"transposed": True} if self.transposed else {}),
         }
 
 
@@ -240,7 +248,9 @@ def _entry(entry: Any, formats: dict[str, Any], what: str) -> Entry:
         value = entry.get(name)
         if name not in entry or not isinstance(value, kind) or (kind is int and isinstance(value, bool)):  # type: ignore[arg-type]
             raise CheckpointError(f"{what}: {name} is missing or of the wrong type: {value!s:.40}")
-    kind, shape = entry["kind"], entry["shape"]
+    kind, shape, transposed = entry["kind"], entry["shape"], entry.get("transposed", False)
+    if not isinstance(transposed, bool) or (transposed and kind != "parameter"):
+        raise CheckpointError(f"{what}: transposed must be true or false, and only a parameter is: {transposed!s:.40}")
     if kind not in _KINDS:
         raise CheckpointError(f"{what}: kind must be one of {', '.join(_KINDS)}, got {kind!r:.40}")
     if entry["dtype"] not in _DTYPES:
@@ -254,9 +264,8 @@ def _entry(entry: Any, formats: dict[str, Any], what: str) -> Entry:
     try:
         fields = (entry["format"], entry["group_size"], entry["zero_point"], entry["scale"], entry["outer"])
         activation = None if entry["activation"] is None else Scheme.parse(entry["activation"])
-        found = Entry(
-            kind, Scheme(*fields), tuple(shape), _DTYPES[entry["dtype"]], entry["bias"], activation, entry["input_scale"]
-        )
+        how = (tuple(shape), _DTYPES[entry["dtype"]], entry["bias"], activation, entry["input_scale"], transposed)
+        found = Entry(kind, Scheme(*fields), *how)
     except ValueError as error:
         raise CheckpointError(f"{what}: {error}") from error
     if activation is not None and activation.group_size >= 1 << 31:

@@ -40,7 +40,7 @@ class Inventory:
     device alone, as it is to be stored; tensors are then shared that are one object.
 
     Raises ``ValueError`` that names what a file cannot hold: tensors on the meta device, sparse ones, the shards of a
-    DTensor, a transposed quantized parameter, a module's own extra state; and weights that the model has divided for inference.
+    DTensor, a flat view of a quantized weight, a module's own extra state; and weights that the model has divided for inference.
     """
 
     def __init__(self, model: nn.Module, absent: Callable[[str], Tensor] | None = None) -> None:
@@ -90,9 +90,10 @@ class Inventory:
                 continue
             path, parameter = joined(prefix, name), resident(module, name, parameter)  # type: ignore[assignment]
             if isinstance(parameter, QTensor):
-                if parameter.transposed or parameter.dim() < 2:
-                    raise ValueError(f"{path}: a parameter [..., N, K] that is not transposed can be stored, got {parameter!r}")
-                entry = Entry("parameter", parameter.scheme, tuple(parameter.shape), parameter.dtype)
+                if parameter.flat or parameter.dim() < 2:
+                    raise ValueError(f"{path}: a parameter [..., N, K] can be stored, got {parameter!r}")
+                stored = parameter._stored_shape
+                entry = Entry("parameter", parameter.scheme, stored, parameter.dtype, transposed=parameter.transposed)
                 self.header.quantized[path] = entry
                 yield from self._weight_items(path, parameter, entry)
             else:

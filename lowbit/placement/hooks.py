@@ -82,16 +82,17 @@ def execution_device(module: nn.Module) -> torch.device | None:
     return None if where is None else torch.device(where)
 
 
-def take_hook(module: nn.Module) -> Any:
-    """Take the hook off ``module`` and give it; all but an offloaded weight is then where it was before it was hooked."""
+def take_hook(module: nn.Module, name: str = "weight") -> Any:
+    """Take the hook off ``module``, whose parameter ``name`` is replaced, and give it; all but that parameter, where it is
+    offloaded, is then where it was before it was hooked."""
     if not is_hooked(module):
         return None
     from accelerate.hooks import remove_hook_from_module
 
-    hook, weight = vars(module)["_hf_hook"], module._parameters.get("weight")
+    hook, weight = vars(module)["_hf_hook"], module._parameters.get(name)
     for each in _aligning(module):
         if each.offload:  # another weight comes
-            each.original_devices["weight"] = torch.device("meta")
+            each.original_devices[name] = torch.device("meta")
         for pointer, places in list((each.tied_params_map or {}).items()):
             if any(tensor is weight for tensor in places.values()):
                 del each.tied_params_map[pointer]  # the memory there is another tensor's soon
@@ -99,19 +100,20 @@ def take_hook(module: nn.Module) -> Any:
     return hook
 
 
-def give_hook(module: nn.Module, hook: Any) -> None:
-    """Hook the quantized ``module``. Where the hook offloads it keeps the new weight where it kept the old one."""
+def give_hook(module: nn.Module, hook: Any, name: str = "weight") -> None:
+    """Hook ``module``, whose parameter ``name`` is quantized now. Where the hook offloads it keeps the new weight where it kept
+    the old one."""
     if hook is None:
         return
     from accelerate.hooks import add_hook_to_module
 
-    weight = module._parameters["weight"]
+    weight = module._parameters[name]
     assert isinstance(weight, QTensor)
     for each in _each(hook):
         if getattr(each, "offload", False):
-            _keep(each.weights_map, "weight", weight)
-        if "weight" in getattr(each, "tied_params_names", ()):
-            each.tied_params_names.discard("weight")
+            _keep(each.weights_map, name, weight)
+        if name in getattr(each, "tied_params_names", ()):
+            each.tied_params_names.discard(name)
             each.tied_params_map[weight.data_ptr()] = {}
     add_hook_to_module(module, hook)
 

@@ -22,6 +22,7 @@ from ..checkpoint.inventory import joined
 from ..checkpoint.shards import FileSet, open_files
 from ..checkpoint.skeleton import float_dtype
 from ..checkpoint.tensor_file import CheckpointError
+from ..experts import settle
 from ..weight import QuantizedModule
 from .kept import keep_float32
 from .parallel import is_shared, read_whole
@@ -37,8 +38,7 @@ class Folder:
     A tensor keeps the dtype of the file unless from_pretrained was asked for a dtype other than the folder's; codes and
     scales keep theirs whatever was asked for.
 
-    Raises :class:`~lowbit.CheckpointError` that names file and tensor for what :func:`lowbit.load` would refuse, and for
-    quantized parameters that are no module's.
+    Raises :class:`~lowbit.CheckpointError` that names file and tensor for what :func:`lowbit.load` would refuse.
     """
 
     def __init__(self, model: Any, files: Sequence[str] | None) -> None:
@@ -49,7 +49,6 @@ class Folder:
         wanted = {name: tensor.dtype for name, tensor in _tensors(model)}
         with open_files(folder) as opened:
             self._header = opened.header
-            _refuse_parameters(opened.header, opened.path("model"))
             _fill(model, opened)
             held = opened.specs
             names = [name for name in _computed(model) if self._stored(name) in held]
@@ -58,7 +57,7 @@ class Folder:
         if not self._as_stored:
             _cast(model, wanted)
         self._fixed = {joined(path, "input_scale") for path, entry in self._header.quantized.items() if entry.input_scale}
-        self._sizes = {joined(path, "weight"): _element_size(entry) for path, entry in self._header.quantized.items()}
+        self._sizes = {_named(path, entry): _element_size(entry) for path, entry in self._header.quantized.items()}
         self._prepare(model)
         shared = [module for module in model.modules() if isinstance(module, QuantizedModule)] if is_shared(model) else []
         self._reading = read_whole(shared)
@@ -111,8 +110,14 @@ class Folder:
         for module in model.modules():
             if isinstance(module, QuantizedModule):
                 module._settle()
+        settle(model)
         if self._as_stored:
             model.config.dtype = float_dtype(model)
+
+
+def _named(path: str, entry: Entry) -> str:
+    """What the model calls the weight."""
+    return path if entry.kind == "parameter" else joined(path, "weight")
 
 
 def _element_size(entry: Entry) -> float:
@@ -139,12 +144,6 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _computed(model: nn.Module) -> list[str]:
     """The buffers that a model makes for itself, and that no ``state_dict`` has."""
     return [joined(path, name) for path, module in model.named_modules() for name in module._non_persistent_buffers_set]
-
-
-def _refuse_parameters(header: Header, path: Path) -> None:
-    found = [name for name, entry in header.quantized.items() if entry.kind == "parameter"]
-    if found:
-        raise CheckpointError(f"{path}: {found[0]} is a quantized parameter, which transformers cannot load: use lowbit.load")
 
 
 def _stored_dtype(folder: Path, header: Header) -> torch.dtype | None:

@@ -34,12 +34,15 @@ class WeightParts(WeightConverter):
         return WeightParts(self._entries)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        if source_key in self._entries and self._entries[source_key].kind == "parameter":
+            self._was_used = True
+            return source_key, "packed"
         path, _, part = source_key.rpartition(".")
         part = "packed" if part == "weight" else part  # as files of version 1 call the codes
         if part not in _PARTS or path not in self._entries:
             return source_key, None
         self._was_used = True
-        return f"{path}.weight", part
+        return path if self._entries[path].kind == "parameter" else f"{path}.weight", part
 
 
 class _Assembled(ConversionOps):
@@ -56,7 +59,8 @@ class _Assembled(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The weight as a parameter, in the dtype of the model's outline."""
-        outline, path = model.get_parameter(full_layer_name), full_layer_name.rpartition(".")[0]
+        outline, path = model.get_parameter(full_layer_name), full_layer_name
+        path = path if path in self._entries else path.rpartition(".")[0]
         entry = self._entries[path]
         parts, packing = dict.fromkeys(_PARTS), entry.packing()
         for part, found in input_dict.items():
@@ -64,9 +68,9 @@ class _Assembled(ConversionOps):
             parts[part] = unpack(tensor, *packing[part]) if part in packing else tensor
         if parts["packed"] is not None and parts["packed"].dim() > len(entry.shape):
             parts["packed"] = parts["packed"].squeeze(-1)
-        weight = QTensor(*parts.values(), entry.scheme, entry.shape, outline.dtype)
+        weight = QTensor(*parts.values(), entry.scheme, entry.shape, outline.dtype, transposed=entry.transposed)
         if (held := getattr(outline, "readers", None)) is not None:
             weight.readers = held  # which a weight that goes to disk has with it
         if hasattr(outline, "_local_tensor"):
             weight = cut(weight, outline, path, entry.activation)
-        return {target_patterns[0]: nn.Parameter(weight, requires_grad=False)}
+        return {full_layer_name: nn.Parameter(weight, requires_grad=False)}

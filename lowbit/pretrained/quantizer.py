@@ -109,8 +109,11 @@ class LowbitQuantizer(HfQuantizer):
         return param.element_size() if found is None else found
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        from .experts import multiply_by_experts
+
         assert self._loading is not None
         self._loading.finish(model)
+        multiply_by_experts(model)
         self.plan = getattr(self._loading, "plan", None)  # layers that no file has stay as they are
         self._loading = None
         model._weight_conversions = []  # saved under the names that the header has
@@ -159,8 +162,10 @@ def _override_methods() -> None:
 def attach(model: Any, plan: Plan | None = None, told: Mapping[str, Any] | None = None) -> None:
     """Let ``model.save_pretrained`` write ``model``, one of transformers' that was quantized outside from_pretrained, by
     ``plan``, or that comes from a folder whose config.json has ``told`` of it."""
+    from .experts import multiply_by_experts
     from .ties import keep_ties
 
+    multiply_by_experts(model)
     if plan is not None:
         config = LowbitFolder(plan.recipe, _made(model, plan))
     else:

@@ -52,7 +52,7 @@ class Stream:
         self._model, self._files = model, files
         self.plan, layers = planned(model, recipe, None, _device(device_map))
         shared = {i for group in tied_groups(layers) for i in group}
-        self._waiting: dict[int, tuple[LayerPlan, Layer]] = {}
+        self._waiting: dict[tuple[int, str], tuple[LayerPlan, Layer]] = {}
         self._late: list[tuple[LayerPlan, Layer]] = []
         for i, (entry, layer) in enumerate(zip(self.plan.layers, layers, strict=True)):
             if entry.target is None:
@@ -60,8 +60,9 @@ class Stream:
             if i in shared:
                 self._late.append((entry, layer))
             else:
-                self._waiting[id(layer.module)] = entry, layer
-        self._bytes = {f"{e.name}.weight": e.bits_per_weight / 8 for e in self.plan.changed}
+                self._waiting[id(layer.module), layer.attribute] = entry, layer
+        places = zip(self.plan.layers, layers, strict=True)
+        self._bytes = {_named(layer): entry.bits_per_weight / 8 for entry, layer in places if entry.target is not None}
         self._streamed: list[nn.Module] = []
         self._reading: list[Any] = []
         self.rounding: Rounding | None = None
@@ -105,22 +106,25 @@ class Stream:
     def _listen(self) -> None:
         listener = weakref.ref(self)
 
-        def arrived(module: nn.Module, name: str, parameter: Any) -> None:
-            if (stream := listener()) is not None:
-                stream._arrived(module, name, parameter)
+        def arrived(module: nn.Module, name: str, parameter: Any) -> Any:
+            return None if (stream := listener()) is None else stream._arrived(module, name, parameter)
 
         hook = register_module_parameter_registration_hook(arrived)
         self._deaf = weakref.finalize(self, hook.remove)  # where something else fails
 
-    def _arrived(self, module: nn.Module, name: str, parameter: Any) -> None:
-        if name != "weight" or id(module) not in self._waiting or not getattr(parameter, "_is_hf_initialized", False):
-            return
-        entry, layer = self._waiting.pop(id(module))
+    def _arrived(self, module: nn.Module, name: str, parameter: Any) -> Any:
+        """What the ``module`` is to be given for ``parameter``; None for that itself."""
+        if (id(module), name) not in self._waiting or not getattr(parameter, "_is_hf_initialized", False):
+            return None
+        entry, layer = self._waiting.pop((id(module), name))
         module._parameters[name] = parameter
         self._replace([(entry, layer)])
+        if layer.is_parameter:
+            return module._parameters[name]
         replacement = self._model.get_submodule(entry.name)
         replacement._is_hf_initialized = True
         self._streamed.append(replacement)
+        return None
 
     def _replace(self, found: list[tuple[LayerPlan, Layer]]) -> None:
         try:
@@ -167,7 +171,8 @@ class Stream:
         entries = list(self.plan.layers)
         counts = block_counts(name for entry in entries for name in entry.names)
         for key, (entry, layer) in list(self._waiting.items()):
-            if layer.weight.is_meta or not any(f"{name}.weight" in (self._absent or ()) for name in entry.names):
+            named = [name if layer.is_parameter else f"{name}.weight" for name in entry.names]
+            if layer.weight.is_meta or not any(name in (self._absent or ()) for name in named):
                 continue
             rule = self.plan.recipe.rule_for(entry.names, counts)
             if rule is not None and not rule.catch_all:
@@ -182,6 +187,10 @@ class Stream:
             entries[entries.index(entry)] = left
             del self._waiting[key]
         self.plan = replace(self.plan, layers=tuple(entries))
+
+
+def _named(layer: Layer) -> str:
+    return layer.name if layer.is_parameter else f"{layer.name}.weight"
 
 
 def _device(device_map: Any) -> torch.device:

@@ -208,6 +208,7 @@ class Rescaler:
             layer.module = PreparedLinear(weight, old._parameters.get("bias"), Multiply(factor))
             hand_over(old, layer.module)
             layer.kind = layer_kind(layer.module) or layer.kind
+            layer.transposed = layer.kind == "conv1d"
             replace_module(self._model, layer.names, layer.module)
         return 1 / (1 / divisor).float().double()
 

@@ -65,7 +65,7 @@ def room_for_statistics(
         return None
     limit, room = parse_bytes(max_memory), parse_bytes(max_memory)
     for need in needs(layers, plan, batches):
-        least = sum(need.matrices) if at_once else max(need.matrices)
+        least = sum(need.matrices) if at_once else max(need.matrices, default=0)
         if need.fixed + least > limit:
             raise ValueError(
                 f"max_memory is {_spelled(limit)}, and the job takes about {_spelled(need.fixed + least)} ({need.told(least)}): "
@@ -88,7 +88,8 @@ def needs(layers: Sequence[Layer], plan: Plan, batches: Sequence[Batch]) -> list
         sizes = {entry.name: layer.weight.shape[-2:] for entry, layer in block if entry.target is not None}
         if sizes:
             # Layers of one module that read as many channels read the same ones, as a rule.
-            inputs = {(name.rpartition(".")[0], k) for name, (_, k) in sizes.items()}
+            unheard = {entry.name for entry, layer in block if layer.is_parameter}  # whose inputs nobody looks at
+            inputs = {(name.rpartition(".")[0], k) for name, (_, k) in sizes.items() if name not in unheard}
             copies = 2 if any(entry.target is not None and entry.target.asks_drift for entry, _ in block) else 1
             found.append(
                 Need(

@@ -125,7 +125,8 @@ def quantize_folder(
                 told = told_of(model, finished.header, carried)
                 extras = partial(_extras, model, folder, Path(output), told)
                 write_files(Path(output), finished.tensors, finished.header, max_shard_bytes, extras)
-    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=(*findings, *remarked, *calibrator.notes))
+    notes = (*findings, *remarked, *carried.notes, *calibrator.notes)
+    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=notes)
 
 
 def _tensor(model: nn.Module, files: Source, workspace: Workspace, name: str) -> Tensor:

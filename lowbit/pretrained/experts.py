@@ -1,0 +1,71 @@
+"""transformers' experts with quantized weights: an implementation that multiplies each token by the experts that it chose.
+
+It stands beside ``eager``, ``batched_mm`` and ``grouped_mm`` in transformers' table and computes what they compute. They take
+quantized experts as well; ``batched_mm`` copies the codes of each token's experts, and ``eager`` looks at every expert's mask.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..experts import expert_weights
+from ..routed import routed
+from ..tensor import QTensor
+
+__all__ = ["NAME", "experts_forward", "multiply_by_experts"]
+
+NAME = "lowbit"
+_USUAL = (None, "eager", "batched_mm", "grouped_mm")
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What experts ``self`` make of ``hidden_states`` [T, H]: for each token the sum over its experts ``top_k_index`` [T, k],
+    times ``top_k_weights`` [T, k]. An index beyond the experts is one of another process, and adds nothing."""
+    tokens, k = top_k_index.shape
+    chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts]
+    ends: list[int] = counts.cumsum(0).tolist()
+    y = _product(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states[order // k], ends)
+    y = _product(self, "down_proj", self._apply_gate(y) if self.has_gate else self.act_fn(y), ends)
+    if self.has_post_expert_norm:
+        y = self.post_expert_norm(y)
+    y = y * top_k_weights.reshape(-1)[order, None]
+    if ends[-1] < len(order):
+        y = torch.where(torch.arange(len(order), device=y.device)[:, None] < ends[-1], y, 0)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return y[back].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+
+def _product(self: Any, name: str, x: Tensor, ends: list[int]) -> Tensor:
+    """``x``, sorted by expert, times the matrices of ``name``."""
+    weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None) if self.has_bias else None
+    if isinstance(weight, QTensor):
+        return routed(x, weight, ends, bias)
+    starts = [0, *ends[:-1]]
+    found = [x.new_zeros(0, weight.shape[2 if self.is_transposed else 1])]
+    for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if end > start:
+            matrix = weight[expert].t() if self.is_transposed else weight[expert]
+            found.append(nn.functional.linear(x[start:end], matrix, None if bias is None else bias[expert]))
+    found.append(x.new_zeros(len(x) - ends[-1], found[0].shape[1]))
+    return torch.cat(found)
+
+
+def multiply_by_experts(model: nn.Module) -> None:
+    """Let the models of transformers in ``model`` that hold quantized experts multiply by them with :func:`experts_forward`,
+    unless an implementation other than transformers' own three was chosen."""
+    home = sys.modules.get("transformers.integrations.moe")
+    if home is None or not hasattr(home, "ALL_EXPERTS_FUNCTIONS"):
+        return
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", NAME) not in _USUAL:
+            continue
+        if any(isinstance(module._parameters[leaf], QTensor) for leaf in expert_weights(module)):
+            home.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+            config._experts_implementation_internal = NAME  # not the property, which reaches every part of the model
