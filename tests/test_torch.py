@@ -15,6 +15,7 @@ from torch.fx import Tracer, symbolic_trace
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lowbit import QEmbedding, QLinear, QTensor, quantize_
 
@@ -114,6 +115,31 @@ def test_fake_tensors_tell_shapes_and_hold_nothing(scheme: str) -> None:
     with mode:
         y = fake(torch.empty(7, 64, dtype=torch.float32))
     assert (type(y), y.shape, y.dtype) == (FakeTensor, (7, 16), torch.float32)
+
+
+@works_with("torch", "FlopCounterMode")
+@over_schemes
+def test_operations_are_counted_as_those_of_the_float_model(scheme: str) -> None:
+    """Forward and backward through frozen layers."""
+    model = layers(scheme)
+    found = []
+    for counted in (model, dense(model)):
+        with FlopCounterMode(display=False) as counter:
+            counted(X.clone().requires_grad_()).sum().backward()
+        found.append(counter.get_total_flops())
+    assert found[0] == found[1] == 2 * 2 * 3 * (64 * 32 + 32 * 16)
+
+
+@works_with("torch", "FlopCounterMode")
+def test_operations_of_experts_and_of_tokens_that_are_rounded_before() -> None:
+    experts, layer = QTensor.quantize(torch.randn(2, 32, 64), "int4"), layers("int8_dynamic_activation_int8_weight")[0]
+    for call, wanted in (
+        (lambda: torch.bmm(X.expand(2, 3, 64), experts.transpose(1, 2)), 2 * 2 * 3 * 32 * 64),
+        (lambda: layer(QTensor.quantize(X, layer.activation)), 2 * 3 * 32 * 64),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        assert counter.get_total_flops() == wanted
 
 
 # ---- transforms ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Registers lowbit with other libraries once the module of theirs that knows of quantizers, or that places weights, is imported,
-before lowbit or after it.
+before lowbit or after it; and with torch's counter of operations, which imports Triton.
 
 ``import lowbit`` does it, and imports nothing for it: where a module in :data:`AWAITED` is not loaded yet, a finder waits in
 ``sys.meta_path`` for that one name, lets the other finders find it, and is gone once the module has run.
@@ -28,9 +28,16 @@ def _accelerate(module: ModuleType) -> None:
     wrap_accelerate(module)
 
 
+def _counter(module: ModuleType) -> None:
+    from lowbit_kernels.flops import register
+
+    register(module)
+
+
 AWAITED: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _transformers,
     "accelerate.utils.modeling": _accelerate,
+    "torch.utils.flop_counter": _counter,
 }
 """Modules by name, and what is called with each once it has run."""
 

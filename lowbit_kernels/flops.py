@@ -1,0 +1,34 @@
+"""What torch's FlopCounterMode counts of the operators: two operations a weight and row, as of the float product."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["register"]
+
+
+def _of_product(x: torch.Size, packed: torch.Size, *rest: Any, **named: Any) -> int:
+    """``x`` [..., K] and a weight of N rows, or [E, M, K] and E weights of N rows."""
+    return 2 * math.prod(x) * packed[-2]
+
+
+def _of_codes(codes: torch.Size, x_scale: torch.Size, packed: torch.Size, *rest: Any, **named: Any) -> int:
+    """Rounded tokens [..., bytes], and K and the dtype of the result at the end."""
+    return 2 * math.prod(codes[:-1]) * int(rest[-2]) * packed[-2]
+
+
+def register(counter: ModuleType) -> None:
+    """Tell ``torch.utils.flop_counter`` of the operators that it would count as nothing."""
+    for name, formula in (
+        ("linear", _of_product),
+        ("quantized_linear", _of_product),
+        ("grouped_linear", _of_product),
+        ("codes_linear", _of_codes),
+    ):
+        operator = getattr(torch.ops.lowbit, name)
+        if operator not in counter.flop_registry:
+            counter.register_flop_formula(operator)(formula)
