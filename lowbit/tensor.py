@@ -81,6 +81,7 @@ class QTensor(torch.Tensor):
     _trains: bool  # whether a gradient was asked for, which there is none of
     _copies: Copies  # slices that are copies of bytes, and follow what is written here
     _shared: frozenset[str]  # parts that values outside this slice are scaled by too
+    _is_loaded: bool  # whether all of it is being written, slice by slice
     _write_back: Callable[[QTensor], None] | None  # how a slice that is a copy is written into its base
     _matrices: tuple[Tensor, list[QTensor]] | None  # what they are views of, and they
     _exchanged: Callable[[], Callable[[], None] | None] | None  # a weak method, which is called once the parts are others
@@ -113,7 +114,7 @@ class QTensor(torch.Tensor):
         self._shortcuts = Shortcuts()
         self.readers, self.keeps_layout, self._trains = frozenset(), False, False
         self._copies, self._shared, self._write_back = Copies(), frozenset(), None
-        self._exchanged, self._matrices = None, None
+        self._exchanged, self._matrices, self._is_loaded = None, None, False
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -325,7 +326,7 @@ class QTensor(torch.Tensor):
             f"dtype={self.dtype}, device={self.device}{turned})"
         )
 
-    # ---- fully_shard ------------------------------------------------------------------------------------------
+    # ---- torch.distributed ------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -338,6 +339,13 @@ class QTensor(torch.Tensor):
     ) -> Any:
         """The weight that the gathered parts are, and the tensors that it lies in."""
         return sharding.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+
+    def __get_tensor_shard__(self, index: Any) -> QTensor:
+        """What torch.distributed.checkpoint reads the pieces of a saved weight into: this tensor, whose slices take scales that
+        they share with each other, since all of them are written."""
+        whole = cast(QTensor, self.detach())
+        whole._is_loaded = True
+        return whole
 
     def pin_memory(self, device: Any = None) -> QTensor:
         """A copy in page-locked memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -147,7 +147,7 @@ def _view_of_rows(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor], 
     """:func:`_index_rows` for an ``index`` that gives views: what is written into its result is written into ``q``, and back."""
     piece = _index_rows(q, dim, index, transposed)
     if q.outer is not None and dim >= len(q._stored_shape) - 2:
-        piece._shared = frozenset({"outer"})
+        _share(q, piece, ("outer",))
     if q.byte_layout == piece.byte_layout:
         return _over(q, piece)
 
@@ -162,10 +162,17 @@ def _view_of_rows(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor], 
 def _over(q: QTensor, view: QTensor) -> QTensor:
     """``view``, whose parts are views of those of ``q``: copies that follow one follow the other."""
     view._copies = q._copies
-    view._shared |= q._shared
+    _share(q, view, q._shared)
     if (back := q._write_back) is not None:
         view._write_back = lambda new: back(q)
     return view
+
+
+def _share(q: QTensor, view: QTensor, names: Iterable[str]) -> None:
+    """Note the parts of ``view`` that values of ``q`` outside it are scaled by too: no write exchanges them, unless all of ``q``
+    is being written."""
+    view._is_loaded = q._is_loaded
+    view._shared = frozenset() if q._is_loaded else view._shared.union(names)
 
 
 def _following(q: QTensor, piece: QTensor, again: Callable[[], QTensor], write: Callable[[QTensor, QTensor], None]) -> QTensor:
@@ -210,7 +217,7 @@ def _slice(q: QTensor, dim: int = 0, start: int | None = None, end: int | None =
         return _view_of_rows(q, dim, lambda part, d: part[(slice(None),) * d + (slice(start, stop, step),)])
     piece, group = _slice_k(q.canonical(), start, stop, step), q.scheme.group_size
     cut = group == -1 or start % group or (stop % group and stop != size)
-    piece._shared = frozenset({"outer", *(("scale", "zero_point") if cut else ())})
+    _share(q, piece, ("outer", *(("scale", "zero_point") if cut else ())))
     if q.byte_layout == "canonical" and len(plane_widths(q.scheme.bits)) == 1 and piece.scheme == q.scheme:
         return _over(q, piece)
 
@@ -231,7 +238,7 @@ def row_range(q: QTensor, start: int, stop: int) -> QTensor:
     """Rows of the matrix ``q`` that lie together in its layout, as a view in that layout."""
     parts = {name: part if name == "outer" else part[start:stop] for name, part in q._parts().items()}
     piece = _rebuilt(q, parts, (stop - start, q._stored_shape[-1]), layout=q.byte_layout)
-    piece._shared = frozenset({"outer"} if q.outer is not None else ())
+    _share(q, piece, ("outer",) if q.outer is not None else ())
     return _over(q, piece)
 
 
@@ -252,6 +259,8 @@ def _write_k(q: QTensor, start: int, stop: int, new: QTensor) -> None:
         part, piece = getattr(q, name), getattr(new, name)
         if part is not None:
             part[..., columns].copy_(piece)
+    if q.outer is not None and new.outer is not None:
+        q.outer.copy_(new.outer)
 
 
 def _slice_k(q: QTensor, start: int, stop: int, step: int, group_size: int | None = None) -> QTensor:

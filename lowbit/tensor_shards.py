@@ -126,7 +126,32 @@ def _work(result: Any) -> Any:
     return result[1] if isinstance(result, tuple) else result
 
 
+def _gathered(q: QTensor, group_size: int, group_name: str) -> QTensor:
+    """The rows of all processes, whose ``outer`` is the same: what DTensor does to replicate a weight that they share."""
+    if q.dim() != 2 or q.transposed or q.flat:
+        raise ValueError(f"rows of a matrix [N, K] are gathered, got {q!r}: gather q.dequantize()")
+    like = q if q.shape[0] % LAYOUTS[q.byte_layout].rows == 0 else q.canonical()
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    parts = {
+        name: part if name == "outer" else gather(part.contiguous(), group_size, group_name)
+        for name, part in like._parts().items()
+    }
+    return _rebuilt(like, parts, (q.shape[0] * group_size, q.shape[1]), layout=like.byte_layout)
+
+
+def _waited(q: QTensor) -> QTensor:
+    for part in q._parts().values():
+        torch.ops._c10d_functional.wait_tensor(part)
+    return q
+
+
 if torch.distributed.is_available():
+    from torch.distributed import _functional_collectives
+
+    ATEN[torch.ops._c10d_functional.all_gather_into_tensor.default] = _gathered
+    ATEN[torch.ops._c10d_functional.wait_tensor.default] = _waited
+    if hasattr(_functional_collectives, "_wrap_tensor_autograd"):  # torch 2.13: what waits once its result is read
+        ATEN[torch.ops._c10d_functional._wrap_tensor_autograd.default] = _waited
     for _name in ("broadcast_", "scatter_", "allgather_", "gather_", "send", "recv_"):
         _func = getattr(torch.ops.c10d, _name).default
         ATEN[_func] = _by_parts(_func)

@@ -114,8 +114,10 @@ def become(target: QTensor, value: Tensor) -> None:
     """
     rows = target.dim() == 2 and not target.transposed and value.shape[1:] == target.shape[1:]
     if value.shape != target.shape and not rows:
+        flat = "; FullyShardedDataParallel (FSDP1) sets such: use torch.distributed.fsdp.fully_shard (FSDP2)"
         raise ValueError(
             f"the data of a QTensor {tuple(target.shape)} must have its shape, or more or fewer rows, got {tuple(value.shape)}"
+            f"{flat if value.dim() == 1 else ''}"
         )
     if isinstance(value, QTensor):
         new = value.detach()

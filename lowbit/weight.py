@@ -42,7 +42,7 @@ class QuantizedModule(nn.Module):
             self.register_parameter("weight", weight)
             return
         if not isinstance(weight, QTensor):
-            raise TypeError(f"the weight of a {type(self).__name__} is a QTensor, got {type(weight).__name__}")
+            raise TypeError(f"the weight of a {type(self).__name__} is a QTensor, got {type(weight).__name__}{_OF_FSDP1}")
         if weight.transposed or weight.dim() != 2:
             raise ValueError(f"a module's weight is a matrix [N, K] that is not transposed, got {weight!r}")
         if (held := self._parameters.get("weight")) is not None and held.shape != weight.shape:
@@ -164,6 +164,9 @@ def local(weight: Any) -> Any:
     return getattr(weight, "_local_tensor", weight)
 
 
+_OF_FSDP1 = (
+    "; FullyShardedDataParallel (FSDP1) makes one float tensor of all parameters: use torch.distributed.fsdp.fully_shard (FSDP2)"
+)
 _STORED = frozenset({"weight", *_PARTS, "_extra_state"})
 
 

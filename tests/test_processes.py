@@ -170,13 +170,20 @@ def answers() -> dict[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("way", ["fully_shard", "DDP"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("fully_shard", marks=pytest.mark.works_with("FSDP2", "frozen base with adapters")),
+        pytest.param("DDP", marks=pytest.mark.works_with("DDP", "frozen base with adapters")),
+    ],
+)
 def test_training_an_adapter(answers: dict[Any, list[Any]], way: str, scheme: str) -> None:
     for worst in answers[way, scheme]:
         assert isinstance(worst, float), worst
         assert worst < 1e-5
 
 
+@pytest.mark.works_with("DTensor", "parallelize_module, rows and columns")
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("activation", [None, "int8"])
 def test_rows_and_columns(answers: dict[Any, list[Any]], scheme: str, activation: str | None) -> None:
@@ -185,6 +192,7 @@ def test_rows_and_columns(answers: dict[Any, list[Any]], scheme: str, activation
         assert worst < 1e-5
 
 
+@pytest.mark.works_with("FSDP2", "rows that do not divide: refused")
 def test_what_cannot_be_shared_evenly(answers: dict[Any, list[Any]]) -> None:
     for text in answers["uneven",]:
         assert "has 65 rows, which 2 processes cannot share evenly" in text

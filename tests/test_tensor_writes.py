@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import schemes
 from test_tensor import FAMILIES, PROPERTY, make
@@ -134,6 +134,22 @@ def test_what_two_slices_share_is_not_overwritten() -> None:
         make("int4", 6, 256)[:, 64:].copy_(make("int4", 6, 256)[:, 64:])
     with pytest.raises(ValueError, match="holds 1 NaN"):
         make("int4", 2, 8)[:1] += torch.tensor([[torch.nan, *[0.0] * 7]])
+
+
+@PROPERTY
+@given(schemes(), ways, ways, st.sampled_from((0, 1)), st.booleans())
+def test_a_weight_that_is_loaded_piece_by_piece_is_the_saved_one(
+    scheme: Scheme, layout: str, other: str, dim: int, backward: bool
+) -> None:
+    """Whatever scales the pieces share, where they are whole groups."""
+    assume(dim == 0 or scheme.group_size == -1 or 32 % scheme.group_size == 0)
+    q, source = arranged(scheme, layout), arranged(scheme, other, seed=1)
+    whole, cuts = q.__get_tensor_shard__(None), [slice(0, 32), slice(32, N if dim == 0 else K)]
+    for cut in reversed(cuts) if backward else cuts:
+        where = (slice(None),) * dim + (cut,)
+        whole[where].copy_(source[where])
+    assert torch.equal(q, source)
+    assert torch.equal(q.dequantize(), source.dequantize())
 
 
 # ---- a layer's weight ----------------------------------------------------------------------------------------------

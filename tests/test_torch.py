@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from test_surroundings import SCHEMES
 from torch import Tensor, nn
 from torch.fx import Tracer, symbolic_trace
@@ -236,6 +238,22 @@ def test_a_model_without_values_takes_them_from_a_state(scheme: str) -> None:
     for other in (assigned, filled):
         assert torch.equal(other(X), wanted)
         assert all(type(a) is type(b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+
+@works_with("torch", "distributed checkpoints (DCP)")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+@over_schemes
+def test_a_distributed_checkpoint_of_one_process(scheme: str, tmp_path: Path) -> None:
+    model, other = Adapted(scheme), Adapted(scheme)
+    for parameter in other.parameters():
+        parameter.data += 1
+    assert not torch.equal(other(X), model(X))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path))
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path))
+    other.load_state_dict(state["model"])
+    assert torch.equal(other(X), model(X))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
