@@ -42,6 +42,14 @@ _NAMES = {
     "lowbit.checkpoint": ("CheckpointError", "load", "save"),
     "lowbit.environment": ("env",),
     "lowbit.pretrained.config": ("Config",),
+    "lowbit.registration": (
+        "register_format",
+        "register_kernel",
+        "register_module",
+        "register_rewrite",
+        "register_rounder",
+        "register_scheme",
+    ),
     "lowbit.api": (
         "fp4_weight_only",
         "fp6_weight_only",

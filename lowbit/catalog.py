@@ -1,8 +1,8 @@
 """Values by name of which anyone may add some at any time; what was worked out from them is forgotten when one is added.
 
-Formats, schemes, layouts, epilogues and kernels are such values. A cache of something that follows from them is made by
-:func:`kept`, or forgotten by what :func:`on_change` was given: then it makes no difference whether a value was added before
-the first product or between two of them.
+Formats, schemes, layouts, epilogues, kernels, rounders and rewrites are such values. A cache of something that follows from them
+is made by :func:`kept`, or forgotten by what :func:`on_change` was given: then it makes no difference whether a value was added
+before the first product or between two of them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import _lru_cache_wrapper, lru_cache, wraps
 from typing import Any, TypeVar
+
+from . import plugins
 
 __all__ = ["Catalog", "changed", "changes", "kept", "on_change"]
 
@@ -70,6 +72,10 @@ class Catalog(dict[str, V]):
             check(name, value)
         super().__init__(own)
         self._what, self._own, self._check = what, dict(own), check
+
+    def knows(self, name: str) -> bool:
+        """Whether there is a value of this name; plug-ins are loaded before the answer is no."""
+        return name in self or (bool(plugins.load()) and name in self)
 
     def preferred(self) -> list[str]:
         """All names, those from elsewhere first and in the order of the alphabet: the order of adding counts for nothing."""

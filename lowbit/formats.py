@@ -323,10 +323,9 @@ class FormatsThat(Set[str]):
 
 def format_named(name: str) -> Format:
     """``FORMATS[name]``, with the nearest names in the error."""
-    try:
+    if FORMATS.knows(name):
         return FORMATS[name]
-    except KeyError:
-        import difflib
+    import difflib
 
-        near = difflib.get_close_matches(str(name), FORMATS, n=3, cutoff=0.3) or sorted(FORMATS)
-        raise ValueError(f"no format named {name!r}; did you mean {', '.join(near)}?") from None
+    near = difflib.get_close_matches(str(name), FORMATS, n=3, cutoff=0.3) or sorted(FORMATS)
+    raise ValueError(f"no format named {name!r}; did you mean {', '.join(near)}?")

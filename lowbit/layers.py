@@ -20,10 +20,33 @@ from .placement.hooks import ATTRIBUTES, execution_device, is_hooked, kept_in_me
 from .tensor import QTensor
 from .weight import QuantizedModule
 
-__all__ = ["Layer", "find_layers", "has_own_forward", "layer_kind", "replace_module", "replacement_loses", "tied_groups"]
+__all__ = [
+    "MODULES",
+    "Layer",
+    "find_layers",
+    "has_own_forward",
+    "layer_kind",
+    "replace_module",
+    "replacement_loses",
+    "tied_groups",
+]
 
 ADAPTER = "an adapter of PEFT, which stays float: merge_and_unload() puts it into the layer's weight"
+_KINDS = ("linear", "conv1d", "embedding")
 _HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection"})
+
+
+class _Modules(dict[type[nn.Module], str]):
+    def __setitem__(self, cls: type[nn.Module], kind: str) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"a class of modules is registered, got {cls!r:.80}")
+        if kind not in _KINDS:
+            raise ValueError(f"{cls.__name__} is one of the kinds {', '.join(_KINDS)}, got {kind!r}")
+        super().__setitem__(cls, kind)
+
+
+MODULES = _Modules()
+"""Classes of modules from elsewhere, and the kind of layer that each is: see :func:`lowbit.register_module`."""
 
 
 @dataclass
@@ -163,6 +186,8 @@ def _conv1d() -> type[nn.Module] | None:
 
 def layer_kind(module: nn.Module) -> str | None:
     """``"linear"``, ``"embedding"`` or ``"conv1d"``; None for a module without such a weight."""
+    if (registered := MODULES.get(type(module))) is not None:
+        return registered
     conv1d = _conv1d()
     if isinstance(module, nn.Linear):
         return "linear"
@@ -175,7 +200,7 @@ def has_own_forward(module: nn.Module) -> bool:
     """Whether the layer ``module`` (:func:`layer_kind`) computes something other than layers of its kind do."""
     kind = layer_kind(module)
     assert kind is not None
-    if type(module).forward is _base(kind).forward:
+    if type(module).forward is _base(kind).forward or type(module) in MODULES:
         return False
     return isinstance(module, (QuantizedModule, PreparedLinear)) or not computes(module, kind)
 
@@ -199,7 +224,7 @@ def replacement_loses(module: nn.Module, hook: Collection[str] = ()) -> str | No
         return lost(module, taken, ())
     if has_own_forward(module):
         return f"{type(module).__name__} computes something of its own"
-    return lost(module, known, taken, base, same=("bias",), hook=hook)
+    return lost(module, known, taken, None if type(module) in MODULES else base, same=("bias",), hook=hook)
 
 
 def _base(kind: str) -> type[nn.Module]:

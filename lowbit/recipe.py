@@ -251,7 +251,7 @@ def keeps(key: str, name: str) -> bool:
 
 def _by_method(method: str, inside: str) -> Recipe:
     """``int3, damping=0.05`` in the hands of a rounder, or behind a rewrite."""
-    if method not in ROUNDERS and method not in REWRITES:
+    if not ROUNDERS.knows(method) and not REWRITES.knows(method):
         raise ValueError(f"no rounder or rewrite named {method!r}; there are {', '.join((*ROUNDERS, *REWRITES))}")
     text, *settings = parted(inside)
     options = {}

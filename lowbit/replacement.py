@@ -248,7 +248,7 @@ def quantized_layer(layer: Layer, weight: QTensor, target: Target, input_scale: 
     """The module that takes the place of ``layer``, with all that it carries."""
     module: QuantizedModule
     if isinstance(layer.module, nn.Embedding):
-        module = QEmbedding(weight, layer.module.padding_idx)
+        module = QEmbedding(weight, getattr(layer.module, "padding_idx", None))
     else:
         # The very parameter: another layer may read it, and an optimizer may hold it.
         bias = layer.module._parameters.get("bias")

@@ -25,7 +25,7 @@ class Rewrite:
     options: Options = ()
 
     def __post_init__(self) -> None:
-        if self.name not in REWRITES:
+        if not REWRITES.knows(self.name):
             raise ValueError(f"no rewrite named {self.name!r}; there are {', '.join(REWRITES)}")
         object.__setattr__(self, "options", settled(self.name, self.options, self.method.options, self._check))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .catalog import kept
+from .catalog import Catalog, kept
 from .formats import FORMATS, Format, format_named
 from .packing import packed_size
 
@@ -157,7 +157,7 @@ def _parse_canonical(text: str) -> Scheme:
 
 
 def _parse_name(text: str) -> Scheme:
-    if text in SCHEMES:
+    if SCHEMES.knows(text):
         return SCHEMES[text]
     name, symmetric, size = text, False, None
     if match := re.fullmatch(r"(\w+?)_(?:g(\d+)|(row))", name):
@@ -177,7 +177,7 @@ def _parse_name(text: str) -> Scheme:
 
 _INT = {bits: Scheme(f"uint{bits}", 128, zero_point="int") for bits in range(2, 8)}
 
-SCHEMES: dict[str, Scheme] = {
+_NAMED: dict[str, Scheme] = {
     "int8": Scheme("int8"),
     "int8_g128": Scheme("int8", 128),
     "int7": _INT[7],
@@ -211,4 +211,14 @@ SCHEMES: dict[str, Scheme] = {
     # NVFP4: blocks of 16 under an e4m3 scale, and one float32 for the matrix.
     "nvfp4": Scheme("fp4_e2m1", 16, scale="fp8_e4m3fn", outer=True),
 }
+
+
+def _check_named(name: str, scheme: Scheme) -> None:
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"SCHEMES[{name!r}] must be a Scheme, got {type(scheme).__name__}")
+    if not re.fullmatch(r"[A-Za-z]\w*", name):
+        raise ValueError(f"a scheme is named by letters, digits and _, got {name!r}")
+
+
+SCHEMES: Catalog[Scheme] = Catalog("SCHEMES", _NAMED, _check_named)
 """The named schemes. :meth:`Scheme.parse` also takes them with a group size behind the name, as in ``int4_g48``."""

@@ -41,7 +41,7 @@ class Target:
     activation_scale: str = "token"
 
     def __post_init__(self) -> None:
-        if self.rounder not in ROUNDERS:
+        if not ROUNDERS.knows(self.rounder):
             raise ValueError(f"no rounder named {self.rounder!r}; there are {', '.join(ROUNDERS)}")
         if self.scales not in METHODS:
             raise ValueError(f"scales must be one of {', '.join(METHODS)}, got {self.scales!r}")

@@ -25,7 +25,8 @@ EVERYTHING = ("lowbit", "lowbit.*", "lowbit_kernels", "lowbit_kernels.*")
 RULES: dict[str, tuple[str, ...]] = {
     # All else is imported when it is used.
     "lowbit": ("lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival"),
-    "lowbit.catalog": (),
+    "lowbit.plugins": (),
+    "lowbit.catalog": ("lowbit.plugins",),
     "lowbit.formats": ("lowbit.catalog",),
     "lowbit.packing": (),
     "lowbit.scheme": ("lowbit.catalog", "lowbit.formats", "lowbit.packing"),
@@ -35,7 +36,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "lowbit.adapters": (),
     "lowbit.statistics": ("lowbit.ambient",),
     "lowbit.inserted": (),
-    "lowbit.algorithms": ("lowbit.algorithms.*",),
+    "lowbit.algorithms": ("lowbit.catalog", "lowbit.algorithms.*"),
     "lowbit.algorithms.*": (
         "lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.statistics", "lowbit.ambient", "lowbit.algorithms.*",
     ),
@@ -55,7 +56,7 @@ RULES: dict[str, tuple[str, ...]] = {
             "lowbit.tensor_arithmetic", "lowbit.tensor_scaling", "lowbit.tensor_shards", "lowbit.routed", "lowbit.experts",
             "lowbit.sharding", "lowbit.pickling",
             "lowbit.weight", "lowbit.linear", "lowbit.fusion", "lowbit.fused", "lowbit.tokens", "lowbit.embedding",
-            "lowbit.extras",
+            "lowbit.extras", "lowbit.registration",
             "lowbit.equivalence", "lowbit.layers",
             "lowbit.calibration", "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
             "lowbit.mixing", "lowbit.mixing.*", "lowbit.diagnosis", "lowbit.diagnosis.*",

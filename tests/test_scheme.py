@@ -64,13 +64,16 @@ def test_a_format_will_do_for_its_name():
     assert Scheme(Float("fp8_e5m2", 5, 2, "ieee")).format == "fp8_e5m2"  # an equal one, although NaN != NaN
 
 
-def test_names_may_change(monkeypatch):
-    assert Scheme.parse("int4_g32").format == "uint4"
-    monkeypatch.setitem(SCHEMES, "int4", Scheme("int4", 8))
-    monkeypatch.setitem(SCHEMES, "mine", Scheme("nf4", 8))
-    assert Scheme.parse("int4") == Scheme("int4", 8)
-    assert Scheme.parse("int4_row") == Scheme("int4")
-    assert Scheme.parse("mine_g4") == Scheme("nf4", 4)
+def test_names_may_be_added_and_change(monkeypatch):
+    with pytest.raises(ValueError, match="no scheme named 'mine'"):
+        Scheme.parse("mine")
+    for scheme in (Scheme("nf4", 8), Scheme("int4", 16)):
+        monkeypatch.setitem(SCHEMES, "mine", scheme)
+        assert Scheme.parse("mine") == scheme
+        assert Scheme.parse("mine_row") == scheme.replace(group_size=-1)
+        assert Scheme.parse("mine_g4") == scheme.replace(group_size=4)
+    with pytest.raises(ValueError, match="is the library's own and stays"):
+        SCHEMES["int4"] = Scheme("int4", 8)
 
 
 # ---- what follows --------------------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def _check_format(name: str, entry: Any, what: str) -> None:
     values = entry.get("values") if isinstance(entry, dict) else None
     if not isinstance(values, list) or type(entry.get("bits")) is not int:
         raise CheckpointError(f"{what}: needs bits and values")
-    if name not in FORMATS:
+    if not FORMATS.knows(name):
         raise CheckpointError(f"{what} is not in lowbit.FORMATS: register it with FORMATS[{name!r}] = Table({name!r}, values)")
     numbers = []
     for value in values:

@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 
+from .. import plugins
 from .benchmark import bench
 from .console import print_json, say, silence
 from .demonstration import demo
@@ -93,6 +94,7 @@ def run(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     command = typer.main.get_command(app)
     try:
+        plugins.load()
         code = command.main(list(arguments) or ["--help"], prog_name="lowbit", standalone_mode=False)
         sys.stdout.flush()
         if code == _INTERRUPTED:  # typer turns an interrupt into this code
