@@ -271,7 +271,7 @@ def test_formats_of_ones_own(tmp_path, monkeypatch):
     values = (-2.0, -0.5, 0.5, 4.0)
     for change, message in (
         (Format("mine", values), "differs from that of lowbit.FORMATS"),
-        (None, "is not in lowbit.FORMATS: regis"),
+        (None, "is not in lowbit.FORMATS: install the plug-in that brings it, or regis"),
     ):
         monkeypatch.delitem(FORMATS, "mine")
         if change is not None:

@@ -216,7 +216,10 @@ def _check_format(name: str, entry: Any, what: str) -> None:
     if not isinstance(values, list) or type(entry.get("bits")) is not int:
         raise CheckpointError(f"{what}: needs bits and values")
     if not FORMATS.knows(name):
-        raise CheckpointError(f"{what} is not in lowbit.FORMATS: register it with FORMATS[{name!r}] = Table({name!r}, values)")
+        raise CheckpointError(
+            f"{what} is not in lowbit.FORMATS: install the plug-in that brings it, "
+            f"or register it with FORMATS[{name!r}] = Table({name!r}, values)"
+        )
     numbers = []
     for value in values:
         special = isinstance(value, str) and value in ("nan", "inf", "-inf")
