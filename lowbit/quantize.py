@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,11 +73,24 @@ def quantize_(
     recipe = Recipe.of(what)
     carried = _carried_out(model, recipe, Replacement, calibration, filter_fn, device, keep_on_device, progress)
     for module in model.modules():  # one of transformers' may stand within another library's, which saves by it
-        if is_pretrained(module) and any(isinstance(parameter, QTensor) for parameter in module.parameters()):
-            from .pretrained.quantizer import attach
-
+        attach = _attachment(module)
+        if attach is not None and any(isinstance(parameter, QTensor) for parameter in module.parameters()):
             attach(module, carried)
     return carried
+
+
+def _attachment(module: nn.Module) -> Callable[[Any, Plan], None] | None:
+    """What lets a model of a library, whose ``save_pretrained`` asks a quantizer, be saved by it; None for other modules."""
+    if is_pretrained(module):
+        from .pretrained.quantizer import attach
+
+        return attach
+    home = sys.modules.get("diffusers.models.modeling_utils")
+    if home is not None and isinstance(module, home.ModelMixin):
+        from .diffusion.quantizer import attach as attach_diffusers
+
+        return attach_diffusers
+    return None
 
 
 def rewrite_(

@@ -64,6 +64,7 @@ RULES: dict[str, tuple[str, ...]] = {
             "lowbit.rewrite", "lowbit.rewrites", "lowbit.rewrites.*",
             "lowbit.__main__", "lowbit.command", "lowbit.command.*", "lowbit.environment",
             "lowbit.pretrained", "lowbit.pretrained.*", "lowbit.placement", "lowbit.placement.*",
+            "lowbit.diffusion", "lowbit.diffusion.*", "lowbit.floats",
             "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.skeleton",
         ),
         EVERYTHING,

@@ -34,10 +34,10 @@ class Weights:
     stem: str
 
     @staticmethod
-    def of(variant: str | None) -> Weights:
-        """The names of a ``variant``, as transformers' ``variant=`` puts it into them."""
+    def of(variant: str | None, name: str = "model") -> Weights:
+        """The names of a ``variant``, as transformers' ``variant=`` puts it into them; ``name``: how the files begin."""
         tail = "" if variant is None else f".{variant}"
-        return Weights(f"model{tail}.safetensors", f"model.safetensors.index{tail}.json", f"model{tail}")
+        return Weights(f"{name}{tail}.safetensors", f"{name}.safetensors.index{tail}.json", f"{name}{tail}")
 
     def shards(self, count: int) -> list[str]:
         return [f"{self.stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

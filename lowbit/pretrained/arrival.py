@@ -34,10 +34,17 @@ def _counter(module: ModuleType) -> None:
     register(module)
 
 
+def _diffusers(module: ModuleType) -> None:
+    from ..diffusion.quantizer import register
+
+    register(module)
+
+
 AWAITED: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _transformers,
     "accelerate.utils.modeling": _accelerate,
     "torch.utils.flop_counter": _counter,
+    "diffusers.quantizers.auto": _diffusers,
 }
 """Modules by name, and what is called with each once it has run."""
 

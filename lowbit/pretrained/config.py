@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["METHOD", "Config", "LowbitFolder"]
 
-METHOD = "lowbit"
+
+class _Method(str):
+    """A name, as transformers wants it, with the ``value`` that diffusers reads of an enumeration's member."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+METHOD = _Method("lowbit")
 
 
 class Config(QuantizationConfigMixin):
@@ -57,6 +66,8 @@ class Config(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """A configuration from what :meth:`to_dict` gave; a ``recipe`` by name will do as well."""
+        if cls is Config:
+            return LowbitFolder.from_dict(config_dict, return_unused_kwargs, **kwargs)
         config = cls(_read(config_dict.get("recipe")))
         if keep := config_dict.get("modules_to_not_convert"):
             if config.recipe is None:
@@ -77,11 +88,18 @@ class LowbitFolder(Config):
 
     _MADE = ("bits_per_weight", "calibration", "lowbit_version", "base_model")
 
-    def __init__(self, recipe: Any = None, made: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, recipe: Any = None, modules_to_not_convert: Iterable[str] | None = None) -> None:
         self.recipe = None
-        self.made = dict(made or {})
+        self.made: dict[str, Any] = {}
         if recipe is not None:
-            super().__init__(recipe)
+            super().__init__(recipe, modules_to_not_convert)
+
+    @classmethod
+    def told(cls, recipe: Any, made: Mapping[str, Any]) -> LowbitFolder:
+        """Of a model that ``recipe`` made, and what is known of that."""
+        config = cls(recipe)
+        config.made = dict(made)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), **self.made}

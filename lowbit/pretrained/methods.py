@@ -1,4 +1,4 @@
-"""Methods of ``PreTrainedModel`` that do something else for quantized models, and what they did for all others.
+"""Methods of ``PreTrainedModel``, and of diffusers' ``ModelMixin``, that do something else for quantized models.
 
 The class is changed once there is a quantized model. An attribute of the one model would refer to the model, whose memory would
 then outlive the last reference to it, and whose copies would call it on the first.
@@ -13,14 +13,12 @@ from typing import Any
 __all__ = ["override"]
 
 
-def override(name: str, method: Callable[..., Any], is_quantized: Callable[[Any], bool]) -> None:
-    """Let ``model.name(...)`` of the models that ``is_quantized`` tells be ``method(before, model, ...)``.
+def override(kind: type, name: str, method: Callable[..., Any], is_quantized: Callable[[Any], bool]) -> None:
+    """Let ``model.name(...)`` of the models of class ``kind`` that ``is_quantized`` tells be ``method(before, model, ...)``.
 
     ``before`` is the method that was there. A second call changes nothing.
     """
-    from transformers.modeling_utils import PreTrainedModel
-
-    before = getattr(PreTrainedModel, name)
+    before = getattr(kind, name)
     if hasattr(before, "__lowbit__"):
         return
 
@@ -29,4 +27,4 @@ def override(name: str, method: Callable[..., Any], is_quantized: Callable[[Any]
         return method(before, self, *args, **options) if is_quantized(self) else before(self, *args, **options)
 
     chosen.__lowbit__ = True  # type: ignore[attr-defined]
-    setattr(PreTrainedModel, name, chosen)
+    setattr(kind, name, chosen)

@@ -129,6 +129,14 @@ class LowbitQuantizer(HfQuantizer):
         model.config.quantization_config = _told(model, found.header)  # config.json is written next
         return {stored.name: stored.value().detach().cpu() for stored in found.tensors}, found.header.metadata()
 
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """``model.dequantize()``: a float model with the numbers that the codes stand for, in ``dtype`` or each weight's."""
+        from ..floats import dequantized_
+
+        dequantized_(model, dtype)
+        self.remove_quantization_config(model)
+        return model
+
     def is_serializable(self) -> bool:
         return True
 
@@ -143,6 +151,8 @@ class LowbitQuantizer(HfQuantizer):
 
 
 def _override_methods() -> None:
+    from transformers.modeling_utils import PreTrainedModel
+
     from ..placement.wrapping import wrap_offload_weight
     from .methods import override
     from .resizing import resize_token_embeddings
@@ -153,10 +163,12 @@ def _override_methods() -> None:
     def is_quantized(model: Any) -> bool:
         return isinstance(getattr(model, "hf_quantizer", None), LowbitQuantizer)
 
-    override("save_pretrained", save_pretrained, is_quantized)
-    override("resize_token_embeddings", resize_token_embeddings, is_quantized)
+    override(PreTrainedModel, "save_pretrained", save_pretrained, is_quantized)
+    override(PreTrainedModel, "resize_token_embeddings", resize_token_embeddings, is_quantized)
     for name in ("half", "float"):  # transformers refuses them for quantized models; here a cast changes no code
-        override(name, lambda cast, model, *args, name=name: getattr(nn.Module, name)(model, *args), is_quantized)
+        override(
+            PreTrainedModel, name, lambda cast, model, *args, name=name: getattr(nn.Module, name)(model, *args), is_quantized
+        )
 
 
 def attach(model: Any, plan: Plan | None = None, told: Mapping[str, Any] | None = None) -> None:
@@ -167,7 +179,7 @@ def attach(model: Any, plan: Plan | None = None, told: Mapping[str, Any] | None 
 
     multiply_by_experts(model)
     if plan is not None:
-        config = LowbitFolder(plan.recipe, _made(model, plan))
+        config = LowbitFolder.told(plan.recipe, _made(model, plan))
     else:
         try:
             config = LowbitFolder.from_dict(told or {})
@@ -191,14 +203,14 @@ def _told(model: Any, header: Header, plan: Plan | None = None) -> LowbitFolder:
     quantizer = getattr(model, "hf_quantizer", None)
     known: Config = LowbitFolder()
     if plan is not None:
-        known = LowbitFolder(plan.recipe, _made(model, plan))
+        known = LowbitFolder.told(plan.recipe, _made(model, plan))
     elif isinstance(quantizer, LowbitQuantizer):
         known = quantizer.quantization_config
         if not isinstance(known, LowbitFolder):  # that of a user
-            known = LowbitFolder(known.recipe, _made(model, quantizer.plan))
+            known = LowbitFolder.told(known.recipe, _made(model, quantizer.plan))
     assert isinstance(known, LowbitFolder)
     bits = header.bits_per_weight
-    return LowbitFolder(known.recipe, {**known.made, **({} if bits is None else {"bits_per_weight": round(bits, 4)})})
+    return LowbitFolder.told(known.recipe, {**known.made, **({} if bits is None else {"bits_per_weight": round(bits, 4)})})
 
 
 def _made(model: Any, plan: Plan | None) -> dict[str, Any]:

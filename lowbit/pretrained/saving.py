@@ -19,9 +19,14 @@ __all__ = ["save_pretrained"]
 
 
 def save_pretrained(
-    save: Callable[..., Any], model: Any, save_directory: str | os.PathLike[str], *args: Any, **options: Any
+    save: Callable[..., Any],
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    *args: Any,
+    files: str = "model",
+    **options: Any,
 ) -> Any:
-    """``save(model, save_directory, ...)`` as one set of files. Where it raises, the folder is as it was."""
+    """``save(model, save_directory, ...)`` as one set of ``files``. Where it raises, the folder is as it was."""
     folder = Path(save_directory)
     found = inspect.signature(save).bind(model, folder, *args, **options).arguments
     given = {**found, **found.get("kwargs", {})}
@@ -29,7 +34,8 @@ def save_pretrained(
         return save(model, str(folder), *args, **options)  # nothing is written, or by every process at once
     if given.get("push_to_hub"):
         options.setdefault("repo_id", folder.absolute().name)  # transformers would take the name of the hidden folder
-    with replacing(folder, Weights.of(given.get("variant"))) as staging:
+    with replacing(folder, Weights.of(given.get("variant"), files)) as staging:
         saved = save(model, str(staging), *args, **options)
-        write_card(staging, folder)
+        if files == "model":
+            write_card(staging, folder)
         return saved

@@ -1,0 +1,1 @@
+"""diffusers: ``from_pretrained`` reads and makes quantized models, ``save_pretrained`` writes them."""
