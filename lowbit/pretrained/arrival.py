@@ -40,11 +40,18 @@ def _diffusers(module: ModuleType) -> None:
     register(module)
 
 
+def _sentences(module: ModuleType) -> None:
+    from .sentences import wrap_modules
+
+    wrap_modules(module.Module)
+
+
 AWAITED: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _transformers,
     "accelerate.utils.modeling": _accelerate,
     "torch.utils.flop_counter": _counter,
     "diffusers.quantizers.auto": _diffusers,
+    "sentence_transformers.base.modules.module": _sentences,
 }
 """Modules by name, and what is called with each once it has run."""
 
