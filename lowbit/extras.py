@@ -24,8 +24,8 @@ SETTINGS = frozenset({
 })  # fmt: skip
 """The attributes of nn.Linear, Conv1D and nn.Embedding, which layers that take their place have too."""
 
-MARKS = frozenset({"_is_hf_initialized"})
-"""What transformers writes on everything that it has filled with numbers."""
+MARKS = frozenset({"_is_hf_initialized", "requires_grad"})
+"""What transformers writes on everything that it has filled with numbers, and accelerate on weights that it leaves empty."""
 
 _MODULE = frozenset(vars(nn.Module()))  # what torch keeps in every module
 _HOOKS = tuple(name for name in sorted(_MODULE) if name.endswith("_hooks"))
@@ -92,7 +92,8 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
     vars(new).update({name: value for name, value in attributes(old).items() if name not in vars(new) or name in SETTINGS})
     before, after = old._parameters.get("weight"), new._parameters.get("weight")
     if before is not None and after is not None:
-        vars(after).update({name: value for name, value in vars(before).items() if name not in vars(after)})
+        given = {name: value for name, value in vars(before).items() if name not in vars(after) and name != "requires_grad"}
+        vars(after).update(given)
 
 
 def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:

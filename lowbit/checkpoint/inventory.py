@@ -21,7 +21,7 @@ from ..weight import QuantizedModule
 from .header import Entry, Header
 from .tensor_file import Spec, Stored, storable
 
-__all__ = ["Inventory", "joined"]
+__all__ = ["Inventory", "joined", "part_as_stored"]
 
 
 class _Item(NamedTuple):
@@ -111,7 +111,7 @@ class Inventory:
         for part, spec in entry.parts().items():
             name, source = names[part], getattr(weight, part)
             _check(name, source, self._absent is not None)
-            yield _Item(name, spec, source, partial(_part, weight, part))
+            yield _Item(name, spec, source, partial(part_as_stored, weight, part))
 
     def _plain_item(self, name: str, tensor: Tensor) -> _Item:
         _check(name, tensor, self._absent is not None)
@@ -131,7 +131,7 @@ def _module_entry(module: QLinear | QEmbedding) -> Entry:
     return Entry("linear", module.scheme, shape, module.weight.dtype, bias, module.activation, input_scale)
 
 
-def _part(weight: QTensor, part: str) -> Tensor:
+def part_as_stored(weight: QTensor, part: str) -> Tensor:
     """A part in its canonical form, codes packed: zero points of a format, and scales where they are codes."""
     tensor: Tensor = getattr(weight.canonical(), part).detach()
     scheme = weight.scheme

@@ -6,12 +6,13 @@ Its functions are wrapped, once accelerate is imported, and are what they were f
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ["replace_everywhere", "wrap_accelerate", "wrap_offload_weight"]
+__all__ = ["replace_everywhere", "wrap_accelerate", "wrap_checkpointing", "wrap_dispatching", "wrap_offload_weight"]
 
 
 def wrap_accelerate(modeling: ModuleType) -> None:
@@ -22,6 +23,51 @@ def wrap_accelerate(modeling: ModuleType) -> None:
     replace_everywhere(modeling.compute_module_sizes, _with_true_sizes(modeling.compute_module_sizes, modeling.CustomDtype.FP8))
     replace_everywhere(offload.offload_weight, _with_codes(offload.offload_weight))
     offload.OffloadedWeightsLoader.__getitem__ = _reading_codes(offload.OffloadedWeightsLoader.__getitem__)
+    replace_everywhere(modeling.load_checkpoint_in_model, _of_folders(modeling.load_checkpoint_in_model))
+
+
+def wrap_dispatching(dispatching: ModuleType) -> None:
+    """Let ``load_checkpoint_and_dispatch`` of ``accelerate.big_modeling`` make device maps from what a quantized folder holds."""
+    original = dispatching.load_checkpoint_and_dispatch
+    if hasattr(original, "__lowbit__"):
+        return
+
+    @functools.wraps(original)
+    def load_checkpoint_and_dispatch(*args: Any, **options: Any) -> Any:
+        from .loading import outline, quantized_folder
+
+        given = inspect.signature(original).bind(*args, **options).arguments
+        if (folder := quantized_folder(given["checkpoint"])) is not None:
+            outline(given["model"], folder)
+        return original(*args, **options)
+
+    replace_everywhere(original, load_checkpoint_and_dispatch)
+
+
+def wrap_checkpointing(checkpointing: ModuleType) -> None:
+    """Let ``Accelerator.save_state`` and ``load_state``, by ``accelerate.checkpointing``, write and read quantized weights."""
+    write, read = checkpointing.save, checkpointing.load_model
+    if hasattr(write, "__lowbit__"):
+        return
+
+    @functools.wraps(write)
+    def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> Any:
+        if safe_serialization and isinstance(obj, dict) and any(_is_quantized(value) for value in obj.values()):
+            from .states import in_parts
+
+            obj = in_parts(obj)
+        return write(obj, f, save_on_each_node, safe_serialization)
+
+    @functools.wraps(read)
+    def load_model(model: Any, filename: Any, strict: bool = True, device: Any = "cpu") -> Any:
+        if not _weights(model):
+            return read(model, filename, strict=strict, device=device)
+        from .states import load_parts
+
+        return load_parts(model, filename, strict, device)
+
+    save.__lowbit__ = True  # type: ignore[attr-defined]
+    checkpointing.save, checkpointing.load_model = save, load_model  # type: ignore[attr-defined]
 
 
 def wrap_offload_weight() -> None:
@@ -60,6 +106,26 @@ def _with_true_sizes(compute: Callable[..., Any], byte: Any) -> Callable[..., An
         return sizes
 
     return compute_module_sizes
+
+
+def _of_folders(load: Callable[..., Any]) -> Callable[..., Any]:
+    """``load_checkpoint_in_model``, for quantized folders too."""
+
+    @functools.wraps(load)
+    def load_checkpoint_in_model(*args: Any, **options: Any) -> Any:
+        from .loading import load_in_model, quantized_folder
+
+        given = inspect.signature(load).bind(*args, **options)
+        if (folder := quantized_folder(given.arguments["checkpoint"])) is None:
+            return load(*args, **options)
+        given.apply_defaults()
+        load_in_model(folder, **{name: given.arguments[name] for name in _OF_FOLDERS})
+        return None
+
+    return load_checkpoint_in_model
+
+
+_OF_FOLDERS = ("model", "device_map", "offload_folder", "dtype", "offload_buffers")
 
 
 def _weights(model: Any) -> list[tuple[str, Any]]:

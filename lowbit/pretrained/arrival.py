@@ -23,9 +23,14 @@ def _transformers(module: ModuleType) -> None:
 
 
 def _accelerate(module: ModuleType) -> None:
-    from ..placement.wrapping import wrap_accelerate
+    from ..placement import wrapping
 
-    wrap_accelerate(module)
+    wrap = {
+        "modeling": wrapping.wrap_accelerate,
+        "big_modeling": wrapping.wrap_dispatching,
+        "checkpointing": wrapping.wrap_checkpointing,
+    }
+    wrap[module.__name__.rpartition(".")[2]](module)
 
 
 def _counter(module: ModuleType) -> None:
@@ -49,6 +54,8 @@ def _sentences(module: ModuleType) -> None:
 AWAITED: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _transformers,
     "accelerate.utils.modeling": _accelerate,
+    "accelerate.big_modeling": _accelerate,
+    "accelerate.checkpointing": _accelerate,
     "torch.utils.flop_counter": _counter,
     "diffusers.quantizers.auto": _diffusers,
     "sentence_transformers.base.modules.module": _sentences,
