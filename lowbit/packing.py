@@ -77,11 +77,11 @@ def pack_unchecked(codes: Tensor, bits: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
-    """The ``n`` codes of each row of ``packed`` (uint8 [..., packed_size(bits, n)]), uint8 [..., n]."""
+def unpack(packed: Tensor, bits: int, n: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """The ``n`` codes of each row of ``packed`` (uint8 [..., packed_size(bits, n)]), [..., n] of the integer ``dtype``."""
     codes, shift = None, 0
     for plane, width in zip(planes(packed, bits, n), plane_widths(bits), strict=True):
-        field = _unpack_plane(plane, width, n)
+        field = _unpack_plane(plane.to(dtype), width, n)
         codes = field if codes is None else codes | (field << shift)
         shift += width
     assert codes is not None

@@ -130,7 +130,10 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm:
     if max_norm is not None or weight.transposed or weight.dim() != 2:
         raise ValueError("an embedding takes a QTensor [N, K] that is not transposed, and no max_norm: dequantize first")
     parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
-    y = torch.ops.lowbit.embedding(input, *parts, weight.spelling, weight.byte_layout, weight.shape[-1], weight.dtype)
+    if inlined.active():
+        y = inlined.embedding(input, *parts, weight.scheme, weight.byte_layout, weight.shape[-1], weight.dtype)
+    else:
+        y = torch.ops.lowbit.embedding(input, *parts, weight.spelling, weight.byte_layout, weight.shape[-1], weight.dtype)
     return _Untrained.apply(y, weight) if weight._trains and torch.is_grad_enabled() else y
 
 

@@ -16,7 +16,7 @@ from lowbit.scheme import Scheme
 
 from .layouts import LAYOUTS, Parts
 
-__all__ = ["active", "dequantize", "inline", "linear", "quantized_linear"]
+__all__ = ["active", "dequantize", "embedding", "inline", "linear", "quantized_linear"]
 
 _ACTIVE = False  # a global and no context variable: torch.compile guards what it traced with the value of a global
 
@@ -56,14 +56,14 @@ def dequantize(
 ) -> Tensor:
     """The weight [..., N, K] as ``dtype``: each number computed in float32 and rounded once."""
     parts = LAYOUTS[layout].restore(Parts(packed, scale, zero_point), scheme, k)
-    codes, scales = unpack(parts.packed, scheme.bits, k), Scales(parts.scale, parts.zero_point, outer)
+    codes = unpack(parts.packed, scheme.bits, k, torch.int32)  # ONNX shifts no smaller numbers
+    scales = Scales(parts.scale, parts.zero_point, outer)
     if not _is_plain(scheme.fmt) or k % scheme.group(k):
         return to_values(codes, scheme, scales, dtype)
-    whole = codes.to(torch.int16)
     if scheme.fmt.signed:
         half = 1 << (scheme.bits - 1)
-        whole = (whole ^ half) - half
-    values = whole.unflatten(-1, (-1, scheme.group(k))).to(torch.float32)
+        codes = (codes ^ half) - half
+    values = codes.unflatten(-1, (-1, scheme.group(k))).to(torch.float32)
     if scales.zero_point is not None:
         values = values - scales.zero_point[..., None].to(torch.float32)
     return (values * scale_values(scheme, scales)[..., None]).flatten(-2).to(dtype)
@@ -89,6 +89,24 @@ def linear(
     """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``. K is given, for x may have symbols for sizes."""
     weight = dequantize(packed, scale, zero_point, outer, scheme, layout, k, x.dtype)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def embedding(
+    indices: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    scheme: Scheme,
+    layout: str,
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The rows ``indices`` [...] of a weight [N, K], dequantized: [..., K] as ``dtype``."""
+    parts = LAYOUTS[layout].restore(Parts(packed, scale, zero_point), scheme, k)
+    flat = indices.reshape(-1)
+    rows = Parts(*(None if part is None else part.index_select(0, flat) for part in parts))
+    return dequantize(*rows, outer, scheme, "canonical", k, dtype).reshape(*indices.shape, k)
 
 
 def quantized_linear(

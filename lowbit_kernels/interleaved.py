@@ -86,8 +86,13 @@ def restore(packed: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, 
     """Parts of this layout as canonical ones."""
     if takes(scheme, packed.shape[-2], k) is not None:
         return packed, scale, zero
-    words = _as_integers(_blocks(packed, scheme, k)).movedim(-1, -3)
-    canonical = _rows(_as_bytes(words).view(*words.shape, _BYTES), scheme).reshape(packed.shape)
+    words = _blocks(packed, scheme, k)
+    if torch.compiler.is_compiling():  # which would end a kernel where bytes become integers, and ONNX has no such thing
+        words = words.movedim(-2, -4)
+    else:
+        whole = _as_integers(words).movedim(-1, -3)
+        words = _as_bytes(whole).view(*whole.shape, _BYTES)
+    canonical = _rows(words, scheme).reshape(packed.shape)
     return canonical, _turned_back(scale), None if zero is None else _turned_back(zero)
 
 
