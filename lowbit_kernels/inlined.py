@@ -105,7 +105,8 @@ def embedding(
     """The rows ``indices`` [...] of a weight [N, K], dequantized: [..., K] as ``dtype``."""
     parts = LAYOUTS[layout].restore(Parts(packed, scale, zero_point), scheme, k)
     flat = indices.reshape(-1)
-    rows = Parts(*(None if part is None else part.index_select(0, flat) for part in parts))
+    zero = None if parts.zero_point is None else parts.zero_point.index_select(0, flat)
+    rows = Parts(parts.packed.index_select(0, flat), parts.scale.index_select(0, flat), zero)
     return dequantize(*rows, outer, scheme, "canonical", k, dtype).reshape(*indices.shape, k)
 
 
