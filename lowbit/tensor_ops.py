@@ -401,7 +401,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
     shared: tuple[str, ...] = ()
     if first.outer is not None and stored >= last - 1:
         outers = [q.outer for q in qs if q.outer is not None]
-        if any(not torch.equal(outer, first.outer) for outer in outers):
+        if any(outer is not first.outer and not outer.is_meta and not torch.equal(outer, first.outer) for outer in outers):
             raise ValueError("cat of matrices with different outer scales: requantize the concatenated weight instead")
         shared = ("outer",)
     if stored == last:

@@ -24,7 +24,7 @@ from accelerate import (
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils import align_module_device, compute_module_sizes, get_balanced_memory, infer_auto_device_map
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import lowbit
 from lowbit import QLinear, QTensor
@@ -321,6 +321,44 @@ def test_a_head_is_trained_and_its_state_saved(scheme: str, safe: bool, tmp_path
     assert torch.equal(weight, before)
     assert model.body.lm_head.weight is model.body.model.embed_tokens.weight
     assert steps() == wanted
+    accelerator.free_memory()
+
+
+@works_with("accelerate", "experts in one parameter")
+@pytest.mark.parametrize("scheme", ["int4", "nvfp4"])
+def test_experts_in_one_parameter(scheme: str, tmp_path: Path) -> None:
+    def mixtral() -> Any:
+        torch.manual_seed(0)
+        config = MixtralConfig(
+            vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64,
+        )  # fmt: skip
+        return MixtralForCausalLM(config).eval()
+
+    model, name = mixtral(), "model.layers.0.mlp.experts.down_proj"
+    lowbit.quantize_(model, scheme)
+    wanted = logits(model)
+    assert isinstance(model.get_parameter(name), QTensor)
+    assert compute_module_sizes(model)[""] == held(model)
+    for way in ("cpu_offload", "disk_offload"):
+        assert torch.equal(logits(by_hooks(tmp_path / "after")[way](copy.deepcopy(model))), wanted), way
+        placed = by_hooks(tmp_path / "before")[way](mixtral())
+        lowbit.quantize_(placed, scheme)
+        assert placed.get_parameter(name).is_meta
+        assert torch.equal(logits(placed), wanted), way
+    model.save_pretrained(tmp_path / "codes")
+    for device_map in ({"": "cpu"}, {"": "disk"}):
+        with init_empty_weights():
+            empty = mixtral()
+        found = load_checkpoint_and_dispatch(empty, tmp_path / "codes", device_map, offload_folder=str(tmp_path / "off"))
+        assert torch.equal(logits(found), wanted)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    accelerator.save_state(str(tmp_path / "state"))
+    before = model.get_parameter(name).clone()
+    model.get_parameter(name).data += 1
+    accelerator.load_state(str(tmp_path / "state"))
+    assert torch.equal(model.get_parameter(name), before)
     accelerator.free_memory()
 
 

@@ -37,6 +37,15 @@ def llama(tied: bool = False, **changes: Any) -> Any:
     return type(models.llama())(config).eval()
 
 
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, max_position_embeddings=64,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config).eval()
+
+
 def answers(model: Any) -> Tensor:
     with torch.no_grad():
         return model(IDS).logits
@@ -67,6 +76,8 @@ def run(rank: int, port: int, home: Path, told: Any) -> None:
         tasks[name, "Config"] = lambda recipe=recipe: shared(home / "float", recipe)
     tasks["tied", "folder"] = lambda: shared(home / "tied")
     tasks["tied", "Config"] = lambda: shared(home / "tied float", EMBEDDINGS)
+    tasks["experts", "folder"] = lambda: shared(home / "experts")
+    tasks["experts", "Config"] = lambda: shared(home / "experts float", "nvfp4")
     for name, (recipe, _) in REFUSED.items():
         tasks[name, "refused"] = lambda name=name, recipe=recipe: shared(home / name, recipe)
     for key, task in tasks.items():
@@ -90,8 +101,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     home, found = tmp_path_factory.mktemp("plan"), {}
     llama().save_pretrained(home / "float")
     llama(tied=True).save_pretrained(home / "tied float")
-    for name, recipe in {**RECIPES, "tied": EMBEDDINGS}.items():
-        found[name] = model = llama(tied=name == "tied")
+    mixtral().save_pretrained(home / "experts float")
+    for name, recipe in {**RECIPES, "tied": EMBEDDINGS, "experts": "nvfp4"}.items():
+        found[name] = model = mixtral() if name == "experts" else llama(tied=name == "tied")
         lowbit.quantize_(model, recipe)
         model.save_pretrained(home / name)
     for name, (_, changes) in REFUSED.items():
@@ -109,7 +121,7 @@ def told(alone: tuple[Path, dict[str, Any]]) -> dict[Any, list[Any]]:
     queue = context.Queue()
     processes = mp.spawn(run, args=(port, alone[0], queue), nprocs=2, join=False)
     found: dict[Any, list[Any]] = {}
-    for _ in range(2 * (2 * len(RECIPES) + 2 + len(REFUSED))):
+    for _ in range(2 * (2 * len(RECIPES) + 4 + len(REFUSED))):
         key, what = queue.get(timeout=240)
         found.setdefault(key, []).append(what)
     processes.join()
@@ -138,6 +150,16 @@ def test_embeddings_and_heads_that_share_a_weight(alone: Any, told: dict[Any, li
     for found in told["tied", "Config"]:
         assert "model.embed_tokens and lm_head share one weight" in found
         assert "quantize it first (lowbit quantize), and load that folder" in found
+
+
+@pytest.mark.works_with("transformers", "tp_plan on a folder and with Config")
+def test_experts_in_one_parameter(alone: Any, told: dict[Any, list[Any]]) -> None:
+    for found in told["experts", "folder"]:
+        assert not isinstance(found, str), found
+        torch.testing.assert_close(torch.tensor(found[0]), answers(alone[1]["experts"]))
+        assert found[1] < 0.6 * held(alone[1]["experts"])
+    for found in told["experts", "Config"]:
+        assert "experts.gate_up_proj is a parameter of its own, which cannot be quantized while processes share" in found
 
 
 def test_what_cannot_be_shared_names_the_layer_and_the_group(told: dict[Any, list[Any]]) -> None:

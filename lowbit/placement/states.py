@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..checkpoint.header import Entry
-from ..checkpoint.inventory import part_as_stored
+from ..checkpoint.inventory import joined, part_as_stored
+from ..packing import unpack
 from ..tensor import QTensor
+from ..weight import QuantizedModule
 
 __all__ = ["in_parts", "load_parts"]
 
@@ -21,14 +23,33 @@ def load_parts(model: nn.Module, filename: Any, strict: bool, device: Any) -> tu
 
     Raises ``RuntimeError`` with them where ``strict``.
     """
-    ties = _other_names(model)
-    found = model.load_state_dict(load_file(filename, device=str(device)), strict=False)
+    ties, state = _other_names(model), load_file(filename, device=str(device))
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items() if not isinstance(module, QuantizedModule) else ():
+            if isinstance(parameter, QTensor):
+                _assemble(state, joined(prefix, name), parameter)
+    found = model.load_state_dict(state, strict=False)
     missing, unexpected = sorted(set(found.missing_keys) - ties), sorted(found.unexpected_keys)
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"{filename} holds the state of another model: it lacks {missing[:5]}, and has {unexpected[:5]} beside"
         )
     return missing, unexpected
+
+
+def _assemble(state: dict[str, Any], path: str, like: QTensor) -> None:
+    """Put the weight whose parts ``state`` has, that of experts in one parameter, in their place."""
+    entry = Entry("parameter", like.scheme, like._stored_shape, like.dtype, transposed=like.transposed)
+    names, specs, packing = entry.names(path), entry.parts(), entry.packing()
+    if not all(name in state for name in names.values()):
+        return  # told as missing, or as a weight that does not fit
+    for part, name in names.items():
+        if (state[name].dtype, tuple(state[name].shape)) != (specs[part].dtype, specs[part].shape):
+            raise RuntimeError(f"size mismatch for {name}: {tuple(state[name].shape)}, and a {like.spelling} has {specs[part]}")
+    found = {part: state.pop(name) for part, name in names.items()}
+    parts = {part: unpack(tensor, *packing[part]) if part in packing else tensor for part, tensor in found.items()}
+    order = (parts["packed"].squeeze(-1), parts["scale"], parts.get("zero_point"), parts.get("outer"))
+    state[path] = QTensor(*order, like.scheme, like._stored_shape, like.dtype, transposed=like.transposed)
 
 
 def in_parts(state: dict[str, Any]) -> dict[str, Any]:

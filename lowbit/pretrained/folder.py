@@ -25,7 +25,7 @@ from ..checkpoint.tensor_file import CheckpointError
 from ..experts import settle
 from ..weight import QuantizedModule
 from .kept import keep_float32
-from .parallel import is_shared, read_whole
+from .parallel import is_shared, quantized_parameters, read_whole
 from .parts import WeightParts
 from .ties import set_ties
 
@@ -59,10 +59,10 @@ class Folder:
         self._fixed = {joined(path, "input_scale") for path, entry in self._header.quantized.items() if entry.input_scale}
         self._sizes = {_named(path, entry): _element_size(entry) for path, entry in self._header.quantized.items()}
         self._prepare(model)
-        shared = [module for module in model.modules() if isinstance(module, QuantizedModule)] if is_shared(model) else []
+        shared = quantized_parameters(model) if is_shared(model) else []
         self._reading = read_whole(shared)
-        for module in shared:  # a plan has a place for each weight; those that are one are tied again once they are read
-            module._parameters["weight"] = nn.Parameter(module.weight.detach(), requires_grad=False)
+        for module, name in shared:  # a plan has a place for each weight; those that are one are tied again once they are read
+            module._parameters[name] = nn.Parameter(getattr(module, name).detach(), requires_grad=False)
 
     def _stored(self, name: str) -> str:
         return self._header.aliases.get(name, name)

@@ -6,20 +6,22 @@ transformers would cut what a file holds by the shape of each tensor: parts of a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
+from ..checkpoint.inventory import joined
+from ..embedding import QEmbedding
 from ..linear import QLinear
 from ..planning import LayerPlan
 from ..replacement import rounded
 from ..scheme import Scheme
 from ..tensor import QTensor
-from ..weight import QuantizedModule
 
-__all__ = ["Rounding", "adapt_plan", "check_plan", "cut", "is_shared", "read_whole"]
+__all__ = ["Rounding", "adapt_plan", "check_plan", "cut", "is_shared", "quantized_parameters", "read_whole"]
 
 
 def is_shared(model: Any) -> bool:
@@ -27,35 +29,45 @@ def is_shared(model: Any) -> bool:
     return getattr(getattr(model.config, "distributed_config", None), "tp_size", 1) > 1
 
 
-def read_whole(modules: Iterable[nn.Module]) -> list[Any]:
-    """Let transformers read what the weights of ``modules`` are made of whole; handles, to remove once it is loaded.
+def quantized_parameters(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where ``model`` has quantized weights: each module, and the name of the parameter."""
+    places = ((module, name, parameter) for module in model.modules() for name, parameter in module._parameters.items())
+    return [(module, name) for module, name, parameter in places if isinstance(parameter, QTensor)]
+
+
+def read_whole(places: Iterable[tuple[nn.Module, str]]) -> list[Any]:
+    """Let transformers read what the weights at ``places`` are made of whole; handles, to remove once it is loaded.
 
     What it cuts is what is a DTensor in the ``state_dict`` of the model.
     """
-    return [module.register_state_dict_post_hook(_without_shards) for module in modules]
+    return [module.register_state_dict_post_hook(partial(_without_shards, name)) for module, name in places]
 
 
-def _without_shards(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    weight: Any = state.get(f"{prefix}weight")
+def _without_shards(name: str, module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    weight: Any = state.get(prefix + name)
     if weight is not None and hasattr(weight, "_local_tensor"):
-        state[f"{prefix}weight"] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        state[prefix + name] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
 def cut(weight: QTensor, like: Any, name: str, activation: Scheme | None = None) -> QTensor:
-    """What this process holds of ``weight`` [N, K], the weight of the layer ``name``, by the placements of the DTensor ``like``.
+    """What this process holds of ``weight`` [..., N, K], that of ``name``, by the placements of the DTensor ``like``.
 
     Raises ``ValueError`` where the columns of a layer that rounds x with a scale a token would be shared.
     """
     for i, placement in enumerate(like.placements):
-        if not placement.is_shard():
+        if not hasattr(placement, "dim"):
             continue
-        dim, size, rank = placement.dim % 2, like.device_mesh.size(i), like.device_mesh.get_local_rank(i)
-        if dim == 1 and activation is not None:
+        dim, size, rank = placement.dim % weight.dim(), like.device_mesh.size(i), like.device_mesh.get_local_rank(i)
+        if dim == weight.dim() - 1 and activation is not None:
             raise ValueError(
                 f"{name}: x is rounded to {activation} with a scale for all columns of a token, and the plan shares the weight's "
                 "columns among processes (rowwise): quantize this layer for float activations, or leave it out of the plan"
             )
-        weight = torch.chunk(weight, size, dim)[rank]
+        fused = torch.chunk(
+            weight, getattr(placement, "split_factor", 1), dim
+        )  # weights that lie in one, each of which is shared
+        pieces = [torch.chunk(each, size, dim)[rank] for each in fused]
+        weight = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)  # type: ignore[assignment]
     return weight
 
 
@@ -105,24 +117,33 @@ def check_plan(model: Any, plan: dict[str, str], processes: int) -> None:
     """Raises ``ValueError`` that names a layer which ``processes`` cannot share as ``plan`` has it."""
     from transformers.distributed.parallel_utils import _get_parameter_plan
 
-    for name, module in model.named_modules():
-        style = _get_parameter_plan(name, plan, is_weight=False) if isinstance(module, QuantizedModule) else None
-        if style is None or style.startswith("repl"):
-            continue
-        dim = int("rowwise" in style) if isinstance(module, QLinear) else int("colwise" in style)
-        size, weight = module.weight.shape[dim], module.weight
-        try:
-            if style.startswith("packed"):
-                raise ValueError(f"the plan shares it as several weights in one ({style}), whose parts lie apart")
-            if size % processes:
-                what = "columns" if dim else "rows"
-                raise ValueError(f"{what} of {tuple(weight.shape)} are not shared evenly by {processes} processes")
-            torch.chunk(weight, processes, dim)
-        except ValueError as error:
-            raise ValueError(
-                f"{name}, {weight.spelling}, cannot be shared by {processes} processes as tp_plan has it ({style}): {error}; use "
-                "another number of processes, or leave this layer as it is (None in the recipe)"
-            ) from error
+    for prefix, module in model.named_modules():
+        for leaf, weight in module._parameters.items():
+            name = prefix if leaf == "weight" else joined(prefix, leaf)
+            style = _get_parameter_plan(joined(prefix, leaf), plan) if isinstance(weight, QTensor) else None
+            dim = None if style is None else _shared_dim(module, weight, style)
+            if style is None or weight is None or dim is None:
+                continue
+            try:
+                pieces = 2 * processes if style.startswith("packed") else processes
+                if weight.shape[dim] % pieces:
+                    what = "columns" if dim == weight.dim() - 1 else "rows"
+                    raise ValueError(f"{what} of {tuple(weight.shape)} are not shared evenly by {processes} processes")
+                torch.chunk(weight, pieces, dim)
+            except ValueError as error:
+                raise ValueError(
+                    f"{name}, {weight.spelling}, cannot be shared by {processes} processes as tp_plan has it ({style}): {error}; "
+                    "use another number of processes, or leave this layer as it is (None in the recipe)"
+                ) from error
+
+
+def _shared_dim(module: nn.Module, weight: Any, style: str) -> int | None:
+    """The dimension of ``weight`` that ``style`` shares; None for none."""
+    if isinstance(module, QEmbedding):
+        return int("colwise" in style)
+    if "rowwise" in style:
+        return int(weight.dim() - 1)
+    return weight.dim() - 2 if "colwise" in style or style == _GATHERED else None
 
 
 def _register() -> None:

@@ -84,6 +84,11 @@ class Stream:
         entries = {}
         for entry, layer in self._waiting.values():
             assert entry.target is not None
+            if layer.is_parameter:
+                raise ValueError(
+                    f"{entry.name} is a parameter of its own, which cannot be quantized while processes share the model: "
+                    "quantize it first (lowbit quantize), and load that folder"
+                )
             module = quantized_layer(layer, rounded(layer.weight, entry.target).weight, entry.target)
             module._is_hf_initialized = True
             replace_module(self._model, layer.names, module)
@@ -91,7 +96,7 @@ class Stream:
             entries[f"{entry.name}.weight"] = entry
         self._waiting = {}
         self.rounding = Rounding(entries)
-        self._reading = read_whole(self._streamed)
+        self._reading = read_whole((module, "weight") for module in self._streamed)
 
     def rounds(self, name: str) -> bool:
         return self.rounding is not None and name in self.rounding.entries
