@@ -91,6 +91,7 @@ class Counting:
         return self.inner(graph, inputs)
 
 
+@pytest.mark.works_with("compile", "fullgraph")
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("case", CASES)
 def test_one_graph_and_two_compilations(case: str, scheme: str) -> None:
@@ -133,6 +134,7 @@ def test_inductor() -> None:
             torch.testing.assert_close(compiled(rows(m)), module(rows(m)))
 
 
+@pytest.mark.works_with("compile", "export")
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("case", ["QLinear", "dynamic activation", "static activation", "QEmbedding", "parameter, F.linear"])
 def test_export_with_a_dynamic_batch(case: str, scheme: str) -> None:
@@ -168,6 +170,7 @@ class Recording(Counting):
         return {str(node.target) for node in self.graphs[-1].graph.nodes if "lowbit" in str(node.target)}
 
 
+@pytest.mark.works_with("compile", "inline()")
 @pytest.mark.parametrize("scheme", [*SCHEMES, "int8", "int3_sym", "nf4"])
 @pytest.mark.parametrize("case", ["QLinear", "two layers", "static activation"])
 def test_inlined_layers_are_plain_pytorch(case: str, scheme: str) -> None:

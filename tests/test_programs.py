@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from test_compile import CASES
+from test_compile_modes import Several
 from test_tensor import make
 from torch import Tensor, nn
 
@@ -106,6 +107,7 @@ def one_of_each() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     return {name: (One(name, *rest), inputs) for name, (inputs, rest) in calls.items()}
 
 
+@pytest.mark.works_with("compile", "export, in a fresh process")
 def test_programs_load_in_a_fresh_process(tmp_path: Path) -> None:
     """One fresh process for all of them, since starting it takes longer than all that it does."""
     names = []
@@ -130,20 +132,21 @@ def test_programs_load_in_a_fresh_process(tmp_path: Path) -> None:
     run_fresh(tmp_path, names)
 
 
+@pytest.mark.works_with("compile", "AOTInductor, in a fresh process")
 @pytest.mark.slow  # the compiler takes seconds for torch's headers alone
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler")
 def test_a_package_of_aot_inductor(tmp_path: Path) -> None:
-    module = nn.Sequential(CASES["QLinear"][0]("int4"), nn.GELU()).eval()
-    x = CASES["QLinear"][1](4)
+    """One package of layers of all schemes: compiling it takes longer than all else."""
+    module, x = Several().eval(), torch.randn(4, 64)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch._inductor.aoti_compile_and_package(
             torch.export.export(module, (x,)),
-            package_path=str(tmp_path / "aoti-QLinear.pt2"),
+            package_path=str(tmp_path / "aoti-layers.pt2"),
             inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
         )
-    keep(tmp_path, "aoti-QLinear", (x,), module)
-    run_fresh(tmp_path, ["aoti-QLinear"])
+    keep(tmp_path, "aoti-layers", (x,), module)
+    run_fresh(tmp_path, ["aoti-layers"])
 
 
 def test_what_importing_registers_is_what_is_meant() -> None:
