@@ -80,6 +80,7 @@ def _answer(rank: int, model: nn.Module, x: torch.Tensor, told: Any) -> None:
     told.put((rank, model(x).tolist()))
 
 
+@pytest.mark.works_with("torch", "pickle, spawn")
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_layer_reaches_a_spawned_process(shared: bool) -> None:
     """Of every layout and kind of scheme, at once: a process takes seconds to start."""
@@ -115,6 +116,7 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return self.table(torch.tensor(i)).detach()
 
 
+@pytest.mark.works_with("torch", "pickle, spawn")
 def test_a_data_set_that_holds_a_weight_is_spawned() -> None:
     table = QEmbedding(QTensor.quantize(torch.randn(4, 64), "int4"))
     loader = torch.utils.data.DataLoader(Rows(table), batch_size=4, num_workers=1, multiprocessing_context="spawn")
