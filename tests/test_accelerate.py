@@ -115,6 +115,23 @@ def test_what_is_offloaded_to_disk_is_codes(dtype: torch.dtype, tmp_path: Path) 
         logits(again)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_come_back_as_their_kernels_read_them(scheme: str, tmp_path: Path) -> None:
+    """In sizes of which a CPU has a layout of its own."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(512, 64), nn.Linear(64, 96)), torch.randn(3, 512)
+    lowbit.quantize_(model, scheme)
+    model.requires_grad_(False)
+    wanted, layout = model(x), model[0].weight.byte_layout
+    for way in ("cpu_offload", "disk_offload"):
+        placed = by_hooks(tmp_path)[way](copy.deepcopy(model))
+        assert placed[0].weight.is_meta
+        assert placed[0].weight.byte_layout == "canonical"
+        assert torch.equal(placed(x), wanted)
+        with align_module_device(placed[0]):
+            assert placed[0].weight.byte_layout == layout
+
+
 @works_with("accelerate", "cpu_offload_with_hook")
 def test_a_whole_model_comes_and_goes() -> None:
     model = quantized("int4")

@@ -46,8 +46,8 @@ def wrap_dispatching(dispatching: ModuleType) -> None:
 
 def wrap_checkpointing(checkpointing: ModuleType) -> None:
     """Let ``Accelerator.save_state`` and ``load_state``, by ``accelerate.checkpointing``, write and read quantized weights."""
-    write, read = checkpointing.save, checkpointing.load_model
-    if hasattr(write, "__lowbit__"):
+    write, read = (getattr(checkpointing, name, None) for name in ("save", "load_model"))
+    if write is None or read is None or hasattr(write, "__lowbit__"):
         return
 
     @functools.wraps(write)

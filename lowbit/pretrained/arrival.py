@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,8 @@ def _counter(module: ModuleType) -> None:
 
 
 def _diffusers(module: ModuleType) -> None:
+    if find_spec("transformers") is None:  # whose class lowbit.Config is made of
+        return
     from ..diffusion.quantizer import register
 
     register(module)
