@@ -115,6 +115,24 @@ def test_what_is_offloaded_to_disk_is_codes(dtype: torch.dtype, tmp_path: Path) 
         logits(again)
 
 
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    """accelerate takes what lies there for the weights of the model, and writes none."""
+    disk_offload(models.llama(), str(tmp_path / "floats"), CPU)
+    disk_offload(quantized("int4"), str(tmp_path / "codes"), CPU)
+    for model, folder, words in (
+        (quantized("int4"), "floats", "as floats, and here it is uint4:g128"),
+        (models.llama(), "codes", "as uint4:g128:zint:bf16, and here it is floats"),
+        (quantized("nf4"), "codes", "as uint4:g128:zint:bf16, and here it is nf4"),
+    ):
+        with pytest.raises(ValueError, match=rf"of an earlier model {words}.*: give an empty folder"):
+            disk_offload(model, str(tmp_path / folder), CPU)
+        with pytest.raises(ValueError, match="give an empty folder"):
+            dispatch_model(model, {"": "disk"}, offload_dir=str(tmp_path / folder))
+    wanted = logits(quantized("int4"))
+    assert torch.equal(logits(disk_offload(quantized("int4"), str(tmp_path / "codes"), CPU)), wanted)
+    disk_offload(models.llama(), str(tmp_path / "floats"), CPU)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_weights_come_back_as_their_kernels_read_them(scheme: str, tmp_path: Path) -> None:
     """In sizes of which a CPU has a layout of its own."""

@@ -18,7 +18,8 @@ def write_codes(weight: QTensor, name: str, folder: Any) -> dict[str, Any]:
     """Write ``weight`` into ``folder``; the entry that the folder's index has of it."""
     file = f"{name}.pt"
     torch.save(weight.detach().cpu(), Path(folder) / file)
-    return {KEY: file, "dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return {KEY: file, "scheme": weight.spelling, "dtype": dtype, "shape": list(weight.shape)}
 
 
 def read_codes(entry: dict[str, Any], folder: Any) -> QTensor:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -42,6 +44,36 @@ def wrap_dispatching(dispatching: ModuleType) -> None:
         return original(*args, **options)
 
     replace_everywhere(original, load_checkpoint_and_dispatch)
+    for name in ("disk_offload", "dispatch_model"):
+        replace_everywhere(getattr(dispatching, name), _into_its_own_folder(getattr(dispatching, name)))
+
+
+def _into_its_own_folder(place: Callable[..., Any]) -> Callable[..., Any]:
+    """``place(model, ..., offload_dir=)``, which takes what lies in the folder for the weights of ``model`` and writes none."""
+
+    @functools.wraps(place)
+    def into_its_own_folder(*args: Any, **options: Any) -> Any:
+        given = inspect.signature(place).bind(*args, **options).arguments
+        folder = given.get("offload_dir")
+        if folder is not None and given.get("offload_index") is None:
+            _check_index(given["model"], Path(folder) / "index.json")
+        return place(*args, **options)
+
+    return into_its_own_folder
+
+
+def _check_index(model: Any, path: Path) -> None:
+    """Raises ``ValueError`` where the folder has the weights of ``model`` otherwise quantized, or not."""
+    if not path.is_file():
+        return
+    index = json.loads(path.read_text(encoding="utf-8"))
+    for name, parameter in model.named_parameters():
+        entry = index.get(name)
+        if entry is not None and not parameter.is_meta and entry.get("scheme") != getattr(parameter, "spelling", None):
+            there, here = entry.get("scheme", "floats"), getattr(parameter, "spelling", "floats")
+            raise ValueError(
+                f"{path.parent} holds {name} of an earlier model as {there}, and here it is {here}: give an empty folder"
+            )
 
 
 def wrap_checkpointing(checkpointing: ModuleType) -> None:
