@@ -104,7 +104,8 @@ def test_one_graph_and_two_compilations(case: str, scheme: str) -> None:
             out, expected = compiled(x.requires_grad_()), module(y.requires_grad_())
             out.square().sum().backward()
             expected.square().sum().backward()
-            torch.testing.assert_close(x.grad, y.grad)
+            # Kernels that add up in other orders may serve the two: 40 terms of K, and 24 of the rows of all experts.
+            torch.testing.assert_close(x.grad, y.grad, rtol=1.3e-6, atol=(40 + 24) * 2.0**-24 * float(y.grad.abs().max()))
         else:
             out, expected = compiled(x), module(y)
         torch.testing.assert_close(out, expected)
