@@ -65,12 +65,13 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         An ``input`` that is rounded to the layer's ``activation`` already is multiplied as it is.
         """
         x = input
-        if type(x) is not Tensor and isinstance(x, Proxy):
-            return self._in_graph(x)
         if (fused := self.fused) is not None and (y := fused.part(self, x)) is not None:
             return y
-        if type(x) is not Tensor and isinstance(x, QTensor):
-            return self._of_codes(x)
+        if type(x) is not Tensor:
+            if isinstance(x, QTensor):
+                return self._of_codes(x)
+            if isinstance(x, Proxy):
+                return self._in_graph(x)
         if (transform := self._modules.get("transform")) is not None:
             x = transform(x)
         held: dict[str, Any] = self._parameters  # nn.Module looks a name up for longer than a small product takes

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from lowbit_kernels import inlined
 from lowbit_kernels.ops import own
-from lowbit_kernels.shortcut import signature
+from lowbit_kernels.shortcut import signature, watched
 
 from .scheme import Scheme
 from .tensor import QTensor, _with_rows
@@ -75,7 +75,7 @@ def _without_dispatcher(
     x: Tensor, weight: QTensor, bias: Tensor | None, activation: Activation | None, input_scale: Tensor | None
 ) -> Tensor | None:
     """The product by a kernel that was selected before; None where the operator has to be called."""
-    if (known := signature(x, weight._trains, bias)) is None or inlined.active():
+    if watched() or (known := signature(x, weight._trains, bias)) is None or inlined.active():
         return None
     parts = (weight.packed, weight.scale, weight.zero_point, weight._outer)
     key = known if activation is None else (known, activation.spelling)

@@ -28,18 +28,24 @@ from . import registry
 from .bound import bind
 from .ops import product_call
 
-__all__ = ["Shortcuts", "is_plain", "signature"]
+__all__ = ["Shortcuts", "is_plain", "signature", "watched"]
 
 _MOST = 64  # signatures a holder keeps: batches vary, and a walk through all of them should not grow without end
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
-_watched, _grad = registry.watched.get, torch.is_grad_enabled
+_grad = torch.is_grad_enabled
+watched = registry.watched.get  # whether somebody counts the calls, who sees those of the dispatcher alone
 
 
 def is_plain(x: Tensor, trains: bool, bias: Tensor | None) -> bool:
     """Whether no mode, transform, autocast or gradient has to see a product of ``x``.
 
     ``trains``: whether the weight asks for a gradient."""
-    return not (
+    return signature(x, trains, bias) is not None
+
+
+def signature(x: Tensor, trains: bool, bias: Tensor | None) -> Hashable | None:
+    """What the kernel of an eager product depends on beside the weight; None where the dispatcher has to see the call."""
+    if (
         type(x) is not Tensor
         or _dispatch_modes()
         or _function_modes()
@@ -48,12 +54,7 @@ def is_plain(x: Tensor, trains: bool, bias: Tensor | None) -> bool:
         or _jit_trace()
         or forward_ad._current_level >= 0
         or (_grad() and (trains or x.requires_grad or (bias is not None and bias.requires_grad)))
-    )
-
-
-def signature(x: Tensor, trains: bool, bias: Tensor | None) -> Hashable | None:
-    """What the kernel of an eager product depends on beside the weight; None where the dispatcher has to see the call."""
-    if _watched() or not is_plain(x, trains, bias):
+    ):
         return None
     if bias is None:
         return x.shape, x.dtype, x.device
