@@ -92,7 +92,13 @@ class Bench:
 
     def float_row(self) -> dict[str, Any]:
         """The figures of the model as it is."""
-        return {"scheme": "float", "recipe": "float", "by": "", "bits_per_weight": 32.0, **self._figures(self.model, False)}
+        return {
+            "scheme": "float",
+            "recipe": "float",
+            "by": "",
+            "bits_per_weight": 32.0,
+            **self.figures(self.model, compare=False),
+        }
 
     def ours(self, scheme: str, recipe: str) -> dict[str, Any]:
         """The figures of the model quantized by ``recipe``."""
@@ -101,7 +107,7 @@ class Bench:
         sizes = [math.prod(layer.shape) for layer in plan.changed]
         bits = sum(layer.bits_per_weight * size for layer, size in zip(plan.changed, sizes, strict=True)) / sum(sizes)
         row = {"scheme": scheme, "recipe": recipe, "by": "lowbit", "bits_per_weight": bits, "device": self.device}
-        return {**row, **self._figures(model, True)}
+        return {**row, **self.figures(model)}
 
     def theirs(self, folder: Path) -> dict[str, Any]:
         """The figures of what a peer made of the model."""
@@ -118,9 +124,10 @@ class Bench:
         if told["int8_inputs"]:
             _round_inputs(model, inputs)
         kept = {name: told[name] for name in ("scheme", "bits_per_weight", "rows")}
-        return {**kept, "recipe": told["peer"], "by": told["version"], **self._figures(model, True)}
+        return {**kept, "recipe": told["peer"], "by": told["version"], **self.figures(model)}
 
-    def _figures(self, model: nn.Module, compare: bool) -> dict[str, Any]:
+    def figures(self, model: nn.Module, compare: bool = True) -> dict[str, Any]:
+        """The perplexity of ``model`` and, with ``compare``, its divergence from the float one."""
         value = perplexity(model, self.tokenizer, self.text, context=self.context, limit=self.chunks).value
         return {"perplexity": value, "divergence": divergence(model, self._float()).to_dict() if compare else None}
 
@@ -139,7 +146,7 @@ def _round_inputs(model: nn.Module, factors: dict[str, Tensor]) -> None:
         def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             (x,) = args
             rows = (x if factor is None else x * factor).flatten(0, -2)
-            return (QTensor.quantize(rows, scheme).dequantize().view(x.shape),)
+            return (QTensor.quantize(rows, scheme, method="absmax").dequantize().view(x.shape),)
 
         return rounded
 

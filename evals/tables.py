@@ -146,6 +146,31 @@ def quality_table(results: list[dict[str, Any]]) -> str:
     return _markdown(head, (row(found) for found in result["rows"]))
 
 
+def symmetric_table(results: list[dict[str, Any]]) -> str:
+    """Scales by two rules: decibels on weights, then what models lose."""
+    (result,) = results
+    by = {(r["bits"], r["group_size"], r["weights"]): r["db"] for r in result["weights"]}
+    kinds = list(dict.fromkeys(r["weights"] for r in result["weights"]))
+
+    def of_weights(bits: int, group: int) -> tuple[Any, ...]:
+        found = [by[bits, group, kind] for kind in kinds]
+        name = f"`int{bits}`, " + ("row" if group == -1 else f"group of {group}")
+        return name, *(f"{db['absmax']:.1f} / {db['range']:.1f}" for db in found)
+
+    def of_model(r: dict[str, Any]) -> tuple[Any, ...]:
+        old, new = r["by"]["absmax"], r["by"]["range"]
+        far = [found["divergence"] for found in (old, new)]
+        return (
+            r["model"], f"`{r['recipe']}`", f"{floats[r['model']]:.2f}", f"{old['perplexity']:.2f}", f"{new['perplexity']:.2f}",
+            *(_nats(d["kl"]) for d in far), *(f"{100 * d['agreement']:.1f}" for d in far),
+        )  # fmt: skip
+
+    floats = {m["model"]: m["perplexity"] for m in result["materials"]}
+    weights = _markdown("scheme |" + "|".join(kinds), (of_weights(*key) for key in dict.fromkeys(key[:2] for key in by)))
+    head = "model |recipe |perplexity, float|absmax|range|KL, absmax|range|same token, %, absmax|range"
+    return f"{weights}\n\n{_markdown(head, map(of_model, result['models']))}"
+
+
 def quantizing_table(results: list[dict[str, Any]]) -> str:
     """Seconds of methods on one layer and on whole models, one device after the other."""
     return "\n\n".join(map(_quantizing_block, results))
@@ -303,6 +328,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "further": further_table,
     "mixed": mixed_table,
     "quality": quality_table,
+    "symmetric": symmetric_table,
     "quantizing": quantizing_table,
     "gemv": gemv_table,
     "speed": speed_table,

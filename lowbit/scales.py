@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +24,41 @@ __all__ = [
     "token_scales",
 ]
 
-METHODS = ("range", "mse")
+METHODS = ("range", "absmax", "mse")
 _SHRINKS = torch.linspace(1.0, 0.4, 25, dtype=torch.float32, device="cpu").tolist()
 _POWERS = (1.0, 2.0, 0.5)  # of the range, for scales that are powers of two: the floor rule's, and the ones beside it
 _ENDS = torch.linspace(1.0, 0.4, 8, dtype=torch.float32, device="cpu").tolist()
+_TURNED = torch.linspace(0.95, 0.55, 9, dtype=torch.float32, device="cpu").tolist()  # scales of the other sign
+
+
+class _Candidate(NamedTuple):
+    """A range to try: what its ends are multiplied by. Without a zero point, whether the largest magnitude becomes that of the
+    largest number that has an opposite (``is_even``), and whether the value that has it becomes negative (``sign`` 1), positive
+    (-1), or stays what it is, under a positive scale (0)."""
+
+    low: float = 1.0
+    high: float = 1.0
+    is_even: bool = False
+    sign: int = 1
+
+
+_WHOLE, _POSITIVE = _Candidate(), _Candidate(is_even=True, sign=0)
 
 
 def choose(w: Tensor, scheme: Scheme, method: str = "range", outer: Tensor | None = None) -> Scales:
     """Scales for ``w`` [..., N, K] (float32 or float64, finite).
 
-    ``method``: ``"range"`` covers the largest value of each group (absmax without a zero point, min-max with one,
-    OCP's floor rule for e8m0 scales); ``"mse"`` tries other ranges and keeps the one with the least squared error.
+    ``method``:
+
+    * ``"range"``: the largest value of each group sets its scale. With a zero point the range is that from the least to the
+      largest value. Without one the value of largest magnitude becomes the lowest integer (:attr:`Scheme.reach`), which makes
+      the scale negative where that value is positive: all codes are used, and of the values at the other end those within an
+      integer of the largest are rounded down to the last one there is. In a group that reaches equally far both ways (as of
+      -a, 0 and a), and in formats that have an opposite for every number, as ``"absmax"``. OCP's floor rule for e8m0 scales.
+    * ``"absmax"``: without a zero point the largest magnitude becomes the largest number that has an opposite, and scales are
+      positive; what activations are rounded with.
+    * ``"mse"``: ``"range"``, or the one among other ranges, and signs of the scale, that has the least squared error.
+
     ``outer`` [...]: a tensor-wide scale that was chosen before (for rows that are quantized in chunks).
     Raises ``ValueError`` where a scale's own format cannot hold it.
     """
@@ -42,7 +67,7 @@ def choose(w: Tensor, scheme: Scheme, method: str = "range", outer: Tensor | Non
     if method == "mse":
         return least_cost(w, scheme, squared, outer)
     outer = outer_of(w, scheme) if outer is None else outer
-    return _from_range(grouped(w, scheme.group(w.shape[-1])), scheme, outer, (1.0, 1.0))
+    return _from_range(grouped(w, scheme.group(w.shape[-1])), scheme, outer, _POSITIVE if method == "absmax" else _WHOLE, True)
 
 
 def squared(error: Tensor) -> Tensor:
@@ -64,8 +89,8 @@ def least_cost(
     x = grouped(w, group)
     best: Scales | None = None
     least: Tensor | None = None
-    for shrinks in _candidates(scheme, ends):
-        scales = _from_range(x, scheme, outer, shrinks)
+    for candidate in _candidates(scheme, ends):
+        scales = _from_range(x, scheme, outer, candidate, best is None)
         found = cost(grouped(to_values(to_codes(w, scheme, scales), scheme, scales, w.dtype) - w, group))
         if best is None or least is None:
             best, least = scales, found
@@ -76,13 +101,16 @@ def least_cost(
     return best
 
 
-def _candidates(scheme: Scheme, ends: bool) -> list[tuple[float, float]]:
-    """What the two ends of the range are multiplied by; the whole range first."""
+def _candidates(scheme: Scheme, ends: bool) -> list[_Candidate]:
+    """The whole range first; the other sign, which is seldom better, in fewer steps."""
     if scheme.scale == "e8m0":
-        return [(power, power) for power in _POWERS]
+        return [_Candidate(power, power) for power in _POWERS]
     if ends and scheme.zero_point != "none":
-        return [(low, high) for low in _ENDS for high in _ENDS]
-    return [(shrink, shrink) for shrink in _SHRINKS]
+        return [_Candidate(low, high) for low in _ENDS for high in _ENDS]
+    found = [_Candidate(shrink, shrink) for shrink in _SHRINKS]
+    if scheme.reach < 0:
+        found += [_Candidate(is_even=True), *(_Candidate(shrink, shrink, sign=-1) for shrink in _TURNED)]
+    return found
 
 
 def outer_of(w: Tensor, scheme: Scheme) -> Tensor | None:
@@ -95,7 +123,8 @@ def outer_of(w: Tensor, scheme: Scheme) -> Tensor | None:
 def outer_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
     """The float32 scale above the groups of matrices with largest magnitudes ``absmax`` [...].
 
-    It maps the largest group scale to the largest number of the scale's format (NVIDIA's two-level rule for NVFP4).
+    It maps the largest group scale that ``"absmax"`` gives to the largest number of the scale's format (NVIDIA's two-level rule
+    for NVFP4).
     With a zero point that is the scale of a group that reaches from -absmax to absmax. Raises ``ValueError`` where it is not
     finite.
     """
@@ -106,7 +135,7 @@ def outer_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
 
 
 def round_scale(value: Tensor, scheme: Scheme) -> Tensor:
-    """Scales ``value`` (positive, any shape) rounded to nearest in the form they are stored in.
+    """Scales ``value`` (any shape) rounded to nearest in the form they are stored in.
 
     Raises ``ValueError`` where bf16, fp16 or fp32 overflows, or fp16 would turn the scale of normal float32 weights to
     zero.
@@ -115,9 +144,10 @@ def round_scale(value: Tensor, scheme: Scheme) -> Tensor:
     if scheme.scale in PLAIN_SCALES and not (stored.dtype == value.dtype == torch.float32):
         _check_finite(stored, value, scheme.scale)
     if stored.dtype == torch.float16:
-        lost = (stored == 0) & (value * scheme.fmt.max >= torch.finfo(torch.float32).tiny)
+        size = value.abs()
+        lost = (stored == 0) & (size * scheme.fmt.max >= torch.finfo(torch.float32).tiny)
         if bool(lost.any()):
-            raise ValueError(f"scale {float(value[lost].min()):.3g} underflows in fp16: use scale='bf16' or 'fp32'")
+            raise ValueError(f"scale {float(size[lost].min()):.3g} underflows in fp16: use scale='bf16' or 'fp32'")
     return stored
 
 
@@ -129,7 +159,8 @@ def nearest_scale(value: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _check_finite(stored: Tensor, value: Tensor, where: str) -> None:
-    if stored.numel() and not bool(torch.isfinite(stored.amax())):
+    if stored.numel() and not bool(torch.isfinite(stored.abs().amax())):
+        value = value.abs()
         if not bool(torch.isfinite(value.amax())):
             raise ValueError("a weight that is quantized must be finite, and this one holds NaN or infinity: remove them first")
         remedy = "scale the weights down" if where == "fp32" else "use scale='fp32' (or 'bf16' for fp16)"
@@ -152,19 +183,18 @@ def _power_of_two(absmax: Tensor, largest: float) -> Tensor:
     return torch.where(absmax == 0, -127, exponent).clamp(-127, 127).add(127).to(torch.uint8)
 
 
-def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, shrinks: tuple[float, float]) -> Scales:
-    """Scales from the extremes of grouped ``x`` [..., N, G, group], each multiplied by one of ``shrinks``.
+def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, candidate: _Candidate, checked: bool) -> Scales:
+    """Scales from the extremes of grouped ``x`` [..., N, G, group], as ``candidate`` says.
 
-    Only the whole range is checked: another one that underflows is a bad candidate and no error.
+    ``checked``: they are what was asked for; another range that underflows is a bad candidate and no error.
     """
-    fmt, round_to = scheme.fmt, round_scale if shrinks == (1.0, 1.0) else nearest_scale
+    fmt, round_to = scheme.fmt, round_scale if checked else nearest_scale
     low, high = torch.aminmax(x, dim=-1)
-    low, high = low.clamp(max=0) * shrinks[0], high.clamp(min=0) * shrinks[1]
+    low, high = low.clamp(max=0) * candidate.low, high.clamp(min=0) * candidate.high
     if scheme.zero_point == "none":
-        absmax = torch.maximum(low.abs(), high.abs())  # abs: the scale of a group of zeros is 0 and not -0
         if scheme.scale == "e8m0":
-            return Scales(_power_of_two(absmax, fmt.symmetric_max), None, outer)
-        value = _over(absmax, fmt.symmetric_max)
+            return Scales(_power_of_two(torch.maximum(low.abs(), high.abs()), fmt.symmetric_max), None, outer)
+        value = _without_zero_point(low, high, scheme, candidate)
     else:
         value = _over(high, fmt.max) - _over(low, fmt.max)  # the difference of the two could overflow
         if scheme.scale == "e8m0":
@@ -176,6 +206,18 @@ def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, shrinks: tuple[
     if scheme.zero_point == "none":
         return Scales(stored, None, outer)
     return _with_zero_point(stored, low, scheme, outer)
+
+
+def _without_zero_point(low: Tensor, high: Tensor, scheme: Scheme, candidate: _Candidate) -> Tensor:
+    """The scale that maps whichever of ``low`` and ``high`` is further from 0 to :attr:`Scheme.reach`; where neither is, the
+    positive one that maps them to the ends of what has an opposite."""
+    largest = torch.maximum(low.abs(), high.abs())  # abs: the scale of a group of zeros is 0 and not -0
+    even = _over(largest, scheme.fmt.symmetric_max)
+    if not candidate.sign or scheme.reach >= 0:
+        return even
+    further = _over(torch.where(high > -low, high, low), scheme.reach)
+    value = torch.where(high == -low, even, torch.copysign(even, further) if candidate.is_even else further)
+    return value if candidate.sign > 0 else -value
 
 
 def _with_zero_point(stored: Tensor, low: Tensor, scheme: Scheme, outer: Tensor | None) -> Scales:
@@ -193,7 +235,7 @@ def _with_zero_point(stored: Tensor, low: Tensor, scheme: Scheme, outer: Tensor 
 def token_scales(x: Tensor, scheme: Scheme) -> Scales:
     """Scales for tokens ``x`` [..., 1, K] (float32 or float64), each a matrix of one row: what stands in others counts for none.
 
-    They cover the largest value of each group, as the method ``"range"`` of :func:`choose` does. One that its format cannot
+    They cover the largest value of each group, as the method ``"absmax"`` of :func:`choose` does. One that its format cannot
     hold is held at the largest number that it can: values beyond saturate, as under a fixed scale. A group with NaN or
     infinity has the scale NaN, where the format has one.
     """

@@ -87,6 +87,16 @@ class Scheme:
         return self.fmt.bits
 
     @property
+    def reach(self) -> float:
+        """The number that the value of largest magnitude of a group becomes: the lowest integer, which has no opposite, where a
+        scale takes the sign that this asks for; else the largest number that has one."""
+        fmt = self.fmt
+        of_scale = FORMATS.get(self.scale)
+        takes_sign = self.scale in PLAIN_SCALES if of_scale is None else of_scale.symmetric_max >= of_scale.max
+        lowest = fmt.step is not None and fmt.min == -fmt.max - fmt.step
+        return fmt.min if self.zero_point == "none" and lowest and takes_sign else fmt.symmetric_max
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         """The dtype of the tensor that holds the scales; uint8 where they are codes of a format."""
         return PLAIN_SCALES.get(self.scale, torch.uint8)

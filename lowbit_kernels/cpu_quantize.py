@@ -39,22 +39,23 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
         float(fmt.min),
         float(fmt.max),
         float(fmt.symmetric_max),
+        scheme.reach if method == "range" else None,
     )
     if not good:
-        _refuse(w.reshape(-1, n, k), scheme)
+        _refuse(w.reshape(-1, n, k), scheme, method)
     return packed, scale, zero, None
 
 
-def _refuse(w: Tensor, scheme: Scheme) -> None:
+def _refuse(w: Tensor, scheme: Scheme, method: str) -> None:
     """Raise what is wrong with ``w`` [E, N, K]: choosing scales tells, save of fp32 ones, which hold whatever they are given."""
     for matrix in w:
         for rows in matrix.split(max(1, (1 << 20) // w.shape[-1])):
-            choose(rows.float(), scheme)
+            choose(rows.float(), scheme, method)
     raise ValueError("a weight that is quantized must be finite, and this one holds NaN or infinity: remove them first")
 
 
 def _also(call: Call) -> str | None:
-    return None if call.method in (None, "range") else f"method: takes range, got {call.method}"
+    return None if call.method in (None, "range", "absmax") else f"method: takes range and absmax, got {call.method}"
 
 
 register(

@@ -140,7 +140,7 @@ def quantize(w: np.ndarray, name: str, group_size: int, zero_point: str, scale: 
         power = np.where(extent == 0, -127, np.clip(power, -127, 127))
         stored, value = (power + 127).astype(np.uint8), np.ldexp(np.ones_like(extent), power)
     else:
-        wanted = extent / top if zero_point == "none" else high / top - low / top
+        wanted = signed_scale(x, extent, name, top) if zero_point == "none" else high / top - low / top
         if outer:  # NVIDIA's rule: the largest group scale becomes the largest number of e4m3
             above = np.float32(np.abs(w).max() / dtype_of(w, float(top) * 448.0))
             wanted = wanted / (dtype(above) if above else dtype(1))
@@ -157,6 +157,16 @@ def quantize(w: np.ndarray, name: str, group_size: int, zero_point: str, scale: 
         numbers = numbers - zero[..., None]
     values = numbers * value[..., None]
     return Quantized(codes.reshape(n, -1)[:, :k].astype(np.uint8), stored, zero, above, values.reshape(n, -1)[:, :k])
+
+
+def signed_scale(x: np.ndarray, extent: np.ndarray, name: str, top: np.floating) -> np.ndarray:
+    """What the value of largest magnitude of each group [N, G] of ``x`` is over the lowest integer; the largest magnitude over
+    ``top`` where the group reaches as far the other way, and in formats that are symmetric."""
+    if not name.startswith("int") or name == "int1":
+        return extent / top
+    first = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)[..., 0]
+    both_ways = x.max(-1) == -x.min(-1)
+    return np.where(both_ways, extent / top, first / dtype_of(x, -float(top) - 1))
 
 
 def dtype_of(w: np.ndarray, number: float) -> np.floating:

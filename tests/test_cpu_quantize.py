@@ -37,8 +37,10 @@ def test_quantize_gives_the_bytes_of_the_reference(
             w[6] *= 2.0**-12
             w[7] = torch.arange(k) / 2  # halves: ties go to even
             scheme = Scheme(name, group, zero, scale)
-            ours, theirs = row.run(w, scheme, "range"), reference.quantize(w, scheme, "range")
-            assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), scheme
+            w[8, :: group if group > 0 else k], w[8, 1 :: group if group > 0 else k] = 9, -9  # as far one way as the other
+            for method in ("range", "absmax"):
+                ours, theirs = row.run(w, scheme, method), reference.quantize(w, scheme, method)
+                assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), scheme
 
 
 @given(
@@ -52,7 +54,7 @@ def test_quantize_gives_the_bytes_of_the_reference(
     dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
     exponent=st.integers(-149, 126),
     wrong=st.sampled_from((None, None, float("inf"), float("nan"))),
-    method=st.sampled_from(("range", "mse")),
+    method=st.sampled_from(("range", "absmax", "mse")),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=300, deadline=None)
@@ -63,7 +65,7 @@ def test_quantize_runs_what_the_receipt_says(
     w = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).sub(0.5).mul(2.0**exponent).to(dtype)
     if wrong is not None and w.numel():
         w.view(-1)[w.numel() // 2] = wrong
-    ours = method == "range" and w.numel() > 0
+    ours = method != "mse" and w.numel() > 0
 
     def outcome(quantize: Callable[[], tuple[Tensor | None, ...]]) -> list[list[object]] | str:
         try:

@@ -47,7 +47,7 @@ def test_int8_differs_from_integers_by_roundings_alone(m: int, dtype: torch.dtyp
     w, x = weight(INT8, n, k), torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
     x[m // 2, 5] = 1000
     y = product(x, w, INT8).cpu().double()
-    chosen = choose(x.float(), INT8)
+    chosen = choose(x.float(), INT8, "absmax")
     codes = to_codes(x.float(), INT8, chosen).view(torch.int8).long()
     sums = codes @ w.packed.view(torch.int8).long().T
     exact = sums.double() * chosen.scale.double() * w.scale.double().T
@@ -66,7 +66,7 @@ def test_codes_of_x_are_those_of_the_reference(activation: Scheme, scale: float,
     given = torch.tensor(scale / 100, dtype=torch.float32) if static else None
     unit = QTensor.quantize(torch.eye(k), activation)
     y = product(x, unit, activation, static=None if given is None else given.cuda()).cpu()
-    chosen = choose(x, activation) if given is None else Scales(given.expand(40, 1))
+    chosen = choose(x, activation, "absmax") if given is None else Scales(given.expand(40, 1))
     values = to_values(to_codes(x, activation, chosen), activation, chosen)
     # The unit's code times its scale is 1 to one rounding, and there are three more.
     assert ((y - values).abs() <= 2.0**-21 * values.abs() + 2.0**-140).all()
@@ -85,7 +85,7 @@ def test_every_quotient_of_two_numbers_of_x_is_rounded_as_by_a_division(dtype: t
         x = torch.cat([largest[:, None], few.expand(len(largest), -1)], 1)
         x = torch.where(x <= largest[:, None], x, 0.0)
         x = torch.nn.functional.pad(x, (0, columns - x.shape[1])).to(dtype)
-        codes = to_codes(x.float(), INT8, choose(x.float(), INT8)).view(torch.int8)
+        codes = to_codes(x.float(), INT8, choose(x.float(), INT8, "absmax")).view(torch.int8)
         for rows, wanted in zip(x.split(128), codes.split(128), strict=True):
             y = by_codes(rows.cuda(), unit, int(one_kernel)).cpu().double()
             assert torch.equal((y / (rows[:, :1].double() / 127)).round(), wanted.double())
@@ -124,7 +124,7 @@ def test_the_same_bits_in_every_run(scheme: str, m: int, n: int, k: int) -> None
 def test_int4_differs_from_integers_by_roundings_alone(m: int, group: str) -> None:
     n, k = 130 + m % 3, 1000 + m
     w, x = weight(Scheme.parse(f"int4:{group}:bf16"), n, k), torch.randn(m, k, generator=torch.Generator().manual_seed(m))
-    chosen = choose(x, INT8)
+    chosen = choose(x, INT8, "absmax")
     values = to_values(to_codes(x, INT8, chosen), INT8, chosen, torch.float64)
     exact, sums = values @ w.dequantize(torch.float64).T, values.abs() @ w.dequantize(torch.float64).abs().T
     # A rounding for each group's sum, product and addition, and three at the end.

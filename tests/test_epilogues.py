@@ -67,7 +67,7 @@ def checked(row: Kernel, op: str, name: str, x: Tensor, q: QTensor, bias: Tensor
     wide, w = x.double(), q.dequantize(torch.float64)
     if more:
         activation = Scheme.parse(more[0])
-        chosen = choose(x.float(), activation)
+        chosen = choose(x.float(), activation, "absmax")
         wide = to_values(to_codes(x.float(), activation, chosen), activation, Scales(chosen.scale), torch.float64)
     shift = None if bias is None else bias.double().unsqueeze(-2) if bias.dim() > 1 else bias.double()
     exact = wide @ w.mT + (0 if shift is None else shift)

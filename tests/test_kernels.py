@@ -229,6 +229,8 @@ def make_weight(scheme: Scheme, *shape: int) -> Weight:
     scale = (torch.rand(*lead, n, groups, generator=random) + 0.5) / max(-fmt.min, fmt.max)
     if scheme.outer:
         scale *= 64
+    if scheme.reach < 0:  # the scales that are chosen for it have either sign
+        scale *= torch.randint(2, scale.shape, generator=random) * 2 - 1
     stored = format_named(scheme.scale).encode(scale) if scheme.scale in FORMATS else scale.to(scheme.scale_dtype)
     zero = None
     if scheme.zero_point == "int":
@@ -318,7 +320,7 @@ def test_quantized_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> Non
         static = torch.tensor(4 / activation.fmt.max)
     wide = x.reshape(-1, k).float()
     if static is None:
-        chosen = choose(wide, activation)
+        chosen = choose(wide, activation, "absmax")
     else:
         chosen = Scales(static.to(activation.scale_dtype).expand(wide.shape[0], activation.groups(k)))
     rounded = to_values(to_codes(wide, activation, chosen), activation, chosen, torch.float64).reshape(x.shape)

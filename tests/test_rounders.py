@@ -86,7 +86,7 @@ def test_lands_on_the_grid(rounder, w, scheme, seed, rows):
     dense = QTensor.from_codes(codes, scales, scheme, torch.float32).dequantize()
     assert bool(torch.isfinite(dense).all())
     assert torch.equal(dense, to_values(codes, scheme, scales))
-    if scheme.scale in PLAIN_SCALES:
+    if scheme.scale in PLAIN_SCALES and scheme.reach > 0:
         assert bool((scales.scale >= 0).all())
 
 
@@ -199,7 +199,7 @@ def test_gptq_is_the_published_one(name, act_order):
 @given(schemes(), st.integers(1, 40), st.floats(1e-3, 1), seeds)
 def test_gptq_is_the_published_one_for_any_scheme(scheme, k, damping, seed):
     w, statistics = normal(3, k, seed % 997).double(), correlated(k, seed % 991)
-    assume(fits(w, scheme) and bool((scale_values(scheme, choose(w, scheme)) > 0).all()))
+    assume(fits(w, scheme) and bool((scale_values(scheme, choose(w, scheme)) != 0).all()))
     got = round_by("gptq", w, scheme, statistics, damping=damping, act_order=False, ranges="range", passes=0)
     want = published_gptq(w, scheme, statistics.gram, choose(w, scheme), damping, list(range(k)))
     assert torch.equal(scheme.fmt.decode(got.codes), scheme.fmt.decode(want))
@@ -286,7 +286,7 @@ def test_dead_channels_are_told_and_held():
     rounded = round_by("gptq", w, scheme, Statistics.of(x))
     assert rounded.notes == ("47 of 128 input channels were 0 in every row: damping alone holds their weights",)
     apart = (to_values(rounded.codes, scheme, rounded.scales) - w).abs()[:, 3:50]
-    steps = scale_values(scheme, rounded.scales)
+    steps = scale_values(scheme, rounded.scales).abs()
     assert float((apart / steps).mean()) < 0.5  # of the grid: a free weight would be anywhere on its 8 numbers
     whole = round_by("gptq", w, scheme, Statistics.of(x), ranges="range", passes=0)
     assert torch.equal(whole.codes[:, 3:50], to_codes(w, scheme, choose(w, scheme))[:, 3:50])

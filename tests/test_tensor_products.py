@@ -165,7 +165,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: QTensor.quantize(X[0], "int8"), ValueError, r"weight must have at least two dimensions \[..., N, K\], got \(40,\)"),
     (lambda: QTensor.quantize(X, "int9"), ValueError, "no scheme named 'int9'; did you mean int8"),
-    (lambda: QTensor.quantize(X, "int8", method="best"), ValueError, "method must be one of range, mse, got 'best'"),
+    (lambda: QTensor.quantize(X, "int8", method="best"), ValueError, "method must be one of range, absmax, mse, got 'best'"),
     (lambda: Q.error(X), ValueError, r"w must have shape \(6, 40\), got \(5, 40\)"),
     (lambda: Q.to_layout("best"), ValueError, "no layout named 'best'; there are canonical"),
     (lambda: Q.int(), TypeError, r"must be float, got torch.int32: use codes\(\)"),

@@ -55,7 +55,13 @@ Range range_of(const float* w, int64_t count) {
 // What the reference refuses: an infinite scale, and one of normal numbers that 16-bit floats hold as 0. One that is lost among
 // subnormal numbers leaves a group of zeros.
 inline bool is_lost(const Quantize& a, float value, float scale) {
-  return !std::isfinite(scale) || (a.stored == Stored::float16 && scale == 0 && value * a.high >= 0x1p-126f);
+  return !std::isfinite(scale) || (a.stored == Stored::float16 && scale == 0 && std::fabs(value) * a.high >= 0x1p-126f);
+}
+
+// The scale of a group without a zero point: positive where it reaches equally far both ways.
+inline float scale_of_range(const Quantize& a, const Range& range) {
+  const bool is_even = a.reach == a.largest || -range.low == range.high, is_low = -range.low > range.high;
+  return is_even ? (is_low ? -range.low : range.high) / a.largest : (is_low ? range.low : range.high) / a.reach;
 }
 
 // A scale as it is stored; what it then stands for.
@@ -118,8 +124,7 @@ bool quantize(const Quantize& a, int64_t begin, int64_t end) {
       const int64_t first = g * a.group, count = a.k - first < a.group ? a.k - first : a.group, at = row * groups + g;
       take(a.w, row * a.w.stride + first, count, some.data());
       const Range range = range_of(some.data(), count);
-      const float most = -range.low > range.high ? -range.low : range.high;
-      const float value = a.zero ? range.high / a.high - range.low / a.high : most / a.largest;
+      const float value = a.zero ? range.high / a.high - range.low / a.high : scale_of_range(a, range);
       const float scale = store_scale(a, at, value);
       if (!range.finite || is_lost(a, value, scale)) return false;
       const float over = scale == 0 ? INFINITY : scale;

@@ -10,7 +10,8 @@ struct Quantize {
   int64_t n, k, group;
   int bits;
   float low, high;        // the integers that codes stand for
-  float largest;          // what the largest magnitude of a group is divided by; with zero points `high`
+  float largest;          // the largest that has an opposite
+  float reach;            // what the value of largest magnitude of a group becomes: `low`, or `largest`
   Stored stored;          // how scales are stored
   void* scale;            // [n, groups]
   uint8_t* zero;          // [n, groups]; none: codes have a sign

@@ -31,7 +31,7 @@ void panel(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, 
 
 // Codes and scales of w [N, K] into tensors that are there; false where the weight or a scale is no number to be stored.
 bool quantize(Tensor w_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, int64_t bits, int64_t group_size, double low,
-              double high, double largest, std::string instructions) {
+              double high, double largest, std::optional<double> reach, std::string instructions) {
   STD_TORCH_CHECK(w_any.is_cpu() && w_any.dim() == 2 && is_float(w_any), "w must be float32, bfloat16 or float16 [N, K] on the CPU");
   STD_TORCH_CHECK(bits >= 1 && bits <= 8 && group_size >= 1, "bits must be 1..8 and group_size at least 1, got ", bits, " and ",
                   group_size);
@@ -44,7 +44,8 @@ bool quantize(Tensor w_any, Tensor packed, Tensor scale, std::optional<Tensor> z
   STD_TORCH_CHECK(packed.is_contiguous() && scale.is_contiguous() && is_float(scale) && packed.scalar_type() == ScalarType::Byte,
                   "packed must be contiguous uint8 and scale contiguous float32, bfloat16 or float16");
   a.w = numbers_of(w, "w");
-  a.low = static_cast<float>(low), a.high = static_cast<float>(high), a.largest = static_cast<float>(largest);
+  a.low = static_cast<float>(low), a.high = static_cast<float>(high);
+  a.largest = static_cast<float>(largest), a.reach = static_cast<float>(reach.value_or(largest));
   a.stored = numbers_of(scale, "scale").stored;
   a.scale = scale.mutable_data_ptr();
   a.packed = static_cast<uint8_t*>(packed.mutable_data_ptr());
@@ -68,7 +69,7 @@ bool quantize(Tensor w_any, Tensor packed, Tensor scale, std::optional<Tensor> z
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cpu, m) {
   m.def(
       "quantize(Tensor w, Tensor(a!) packed, Tensor(b!) scale, Tensor(c!)? zero_point, int bits, int group_size, float low, "
-      "float high, float largest, str instructions='') -> bool");
+      "float high, float largest, float? reach=None, str instructions='') -> bool");
   m.def(
       "panel(Tensor(a!) out, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor values, "
       "Tensor? scale_values, int group_size, str instructions='', bool interleaved=False) -> ()");

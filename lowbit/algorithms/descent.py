@@ -71,8 +71,8 @@ def _moved(codes: Tensor, slope: Tensor, gram: Tensor, scheme: Scheme, scales: S
 def _refitted(codes: Tensor, slope: Tensor, gram: Tensor, scheme: Scheme, scales: Scales) -> tuple[Scales, Tensor]:
     """The scales [N, 1] of one group that are best for its codes [B, N], and by how much its values changed.
 
-    As they are where the ones found are no better once they are rounded, or are no positive finite numbers. An integer zero
-    point stays; a float one is solved for together with the scale. A scale of 0 stays, since zeros are to stay zeros.
+    As they are where the ones found are no better once they are rounded, or are no finite numbers of the same sign. An integer
+    zero point stays; a float one is solved for together with the scale. A scale of 0 stays, since zeros are to stay zeros.
     """
     old = scale_values(scheme, scales, slope.dtype)[:, 0]
     numbers = scheme.fmt.decode(codes, slope.dtype)
@@ -82,18 +82,18 @@ def _refitted(codes: Tensor, slope: Tensor, gram: Tensor, scheme: Scheme, scales
         by_scale, by_offset = _best_line(numbers, slope, gram)
         wanted = old + by_scale
         point = ((old * was - by_offset) / wanted).to(scales.zero_point.dtype)
-        found = _stored(wanted, point, scheme, scales)
+        found = _stored(wanted, old, point, scheme, scales)
         now = point.to(slope.dtype)
     else:
         if scales.zero_point is not None:
             numbers = numbers - scales.zero_point[:, 0].to(slope.dtype)
         steepness, curvature = -(slope * numbers).sum(0), ((gram @ numbers) * numbers).sum(0)
-        found = _stored(old + steepness / curvature, None, scheme, scales)
+        found = _stored(old + steepness / curvature, old, None, scheme, scales)
         was = now = torch.zeros_like(old)
     new = scale_values(scheme, found, slope.dtype)[:, 0]
     change = (numbers - now) * new - (numbers - was) * old
     gain = -2 * (slope * change).sum(0) - ((gram @ change) * change).sum(0)
-    better = (gain > 0) & torch.isfinite(new) & (new > 0) & (old > 0)
+    better = (gain > 0) & torch.isfinite(new) & (new != 0) & (old != 0)
     return found.where(better[:, None], scales), torch.where(better, change, 0.0)
 
 
@@ -106,10 +106,12 @@ def _best_line(numbers: Tensor, slope: Tensor, gram: Tensor) -> tuple[Tensor, Te
     return (p * c - q * b) / determinant, (a * q - b * p) / determinant
 
 
-def _stored(wanted: Tensor, zero_point: Tensor | None, scheme: Scheme, scales: Scales) -> Scales:
-    """Scales ``wanted`` [N] in their own format; where there is none to round to, those that a comparison then turns down."""
+def _stored(wanted: Tensor, old: Tensor, zero_point: Tensor | None, scheme: Scheme, scales: Scales) -> Scales:
+    """Scales ``wanted`` [N] in their own format; zeros, which a comparison then turns down, where their sign is not that of
+    ``old`` [N]."""
+    wanted = torch.where(wanted.sign() == old.sign(), wanted, torch.zeros_like(wanted))
     if scales.outer is not None:
         wanted = wanted / scales.outer
-    stored = nearest_scale(torch.where(wanted > 0, wanted, torch.zeros_like(wanted)), scheme)
+    stored = nearest_scale(wanted, scheme)
     zero = scales.zero_point if zero_point is None else zero_point[:, None]
     return Scales(stored[:, None], zero, scales.outer)

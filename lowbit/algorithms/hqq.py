@@ -98,7 +98,7 @@ def _shrunk(error: Tensor, p: float, beta: float) -> Tensor:
 
 
 def _fitted(numbers: Tensor, target: Tensor, inside: Tensor, scheme: Scheme, scales: Scales) -> Scales:
-    """Scales for which ``numbers`` [N, G, group] come closest to ``target``; as they were where no positive scale does."""
+    """Scales for which ``numbers`` [N, G, group] come closest to ``target``; as they were where no scale of their sign does."""
     count = inside.sum(-1)
     old, z = _spread(scales, scheme, numbers.dtype)
     if scheme.zero_point == "float":
@@ -109,9 +109,9 @@ def _fitted(numbers: Tensor, target: Tensor, inside: Tensor, scheme: Scheme, sca
     wanted = (from_zero * target).sum(-1) / from_zero.square().sum(-1)
     if scales.outer is not None:
         wanted = wanted / scales.outer[..., None, None]
-    stored = nearest_scale(torch.where(wanted > 0, wanted, torch.zeros_like(wanted)), scheme)
+    stored = nearest_scale(torch.where(wanted.sign() == old[..., 0].sign(), wanted, torch.zeros_like(wanted)), scheme)
     new = scale_values(scheme, Scales(stored, None, scales.outer), numbers.dtype)[..., None]
-    usable = torch.isfinite(new) & (new > 0) & (old > 0)
+    usable = torch.isfinite(new) & (new != 0) & (old != 0)
     if scales.zero_point is None:
         return Scales(stored, None, scales.outer).where(usable[..., 0], scales)
     point = ((numbers - target / torch.where(usable, new, torch.inf)) * inside).sum(-1) / count

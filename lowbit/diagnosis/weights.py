@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..grid import Scales, grouped, scale_values
+from ..grid import Scales, divisor, grouped, scale_values
 from ..tensor import QTensor
 from .decibels import decibels
 from .report import Finding
@@ -178,9 +178,8 @@ def _clipped(weight: QTensor, before: Tensor) -> float:
     scheme, fmt = weight.scheme, weight.scheme.fmt
     size = scheme.group(weight.shape[1])
     scale = scale_values(scheme, Scales(weight.scale, None, weight.outer))[..., None]
-    zero = torch.zeros_like(scale) if weight.zero_point is None else weight.zero_point.float()[..., None]
+    zero = 0.0 if weight.zero_point is None else weight.zero_point.float()[..., None]
     numbers = fmt.numbers
     below, above = (numbers[1] - numbers[0]) / 2, (numbers[-1] - numbers[-2]) / 2
-    w = grouped(before, size)
-    out = (w > (fmt.max + above - zero) * scale) | (w < (fmt.min - below - zero) * scale)
-    return int((out & (scale > 0)).sum()) / max(before.numel(), 1)
+    number = grouped(before, size) / divisor(scale) + zero
+    return int(((number > fmt.max + above) | (number < fmt.min - below)).sum()) / max(before.numel(), 1)

@@ -41,10 +41,12 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
     if scheme.outer:
         low, high = torch.aminmax(w.reshape(math.prod(lead), n * k), dim=1)
         outer = outer_scale(torch.maximum(-low, high).abs().float(), scheme)
-    packed, scale, zero, refused = _quantized(rows, scheme, None, outer, n)
+    packed, scale, zero, refused = _quantized(rows, scheme, method, None, outer, n)
     # In float32 the reference looks at no scale either, and waiting for the device would break a CUDA graph.
     if scheme.scale != "fp32" and bool(refused):
-        reference.quantize(w, scheme, method)  # which says what is wrong
+        found = reference.quantize(w, scheme, method)  # which says what is wrong
+        if bool(torch.isfinite(w).all()):  # nothing: a scale of subnormal numbers became 0
+            return found
         raise ValueError("a weight that is quantized must be finite, and this one holds NaN or infinity: remove them first")
     shape = (*lead, n, scale.shape[-1])
     return (
@@ -56,12 +58,13 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
 def round_rows(x: Tensor, activation: Scheme, fixed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes [M, K] of eight bits of ``x`` [M, K] and their scales [M], float32, NaN for a row that is not finite; ``fixed``: one
     scale for all others."""
-    codes, scale, _, _ = _quantized(x, activation, None if fixed is None else fixed.reshape(1).to(torch.float32), None, 1)
+    given = None if fixed is None else fixed.reshape(1).to(torch.float32)
+    codes, scale, _, _ = _quantized(x, activation, "absmax", given, None, 1)
     return codes, scale.view(-1)
 
 
 def _quantized(
-    x: Tensor, scheme: Scheme, fixed: Tensor | None, outer: Tensor | None, n: int
+    x: Tensor, scheme: Scheme, method: str, fixed: Tensor | None, outer: Tensor | None, n: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Codes, scales and zero points of ``x`` [R, K], and whether the reference may refuse it; ``n`` rows share an outer scale."""
     from .quantize import quantize as kernel
@@ -79,7 +82,7 @@ def _quantized(
             x, scale if fixed is None else fixed, refused if outer is None else outer, *steps_of(scheme.format, device),
             packed, _as_bits(scale), _as_bits(scale if zero is None else zero), refused,
             r, n, k, x.stride(0), packed.stride(0), groups,
-            **constants(scheme), GROUP=scheme.group_size if groups > 1 else 0, IS_FIXED=fixed is not None,
+            **constants(scheme, method), GROUP=scheme.group_size if groups > 1 else 0, IS_FIXED=fixed is not None,
             ALIGNED=k % 8 == 0 and packed.stride(0) % 4 == 0, enable_fp_fusion=False, **config,
         )  # fmt: skip
     return packed, scale, zero, refused
@@ -102,8 +105,8 @@ def _power_above(size: int) -> int:
 
 
 @kept(maxsize=256)
-def constants(scheme: Scheme) -> dict[str, Any]:
-    """The compile-time constants that the kernel takes from the scheme."""
+def constants(scheme: Scheme, method: str = "range") -> dict[str, Any]:
+    """The compile-time constants that the kernel takes from the scheme and from how scales are chosen."""
     how, fmt = encoding(scheme.format), scheme.fmt
     assert how is not None, "the row refuses such a format"
     scale, as_number = Encoding(FLOATS), None
@@ -112,7 +115,8 @@ def constants(scheme: Scheme) -> dict[str, Any]:
         assert found is not None
         scale = found
     symmetric = scheme.zero_point == "none"
-    reach = fmt.symmetric_max if symmetric else fmt.max
+    even = fmt.symmetric_max if symmetric else fmt.max
+    reach = scheme.reach if symmetric and method == "range" else even
     power_of = fmt.symmetric_max if symmetric else fmt.max / 2
     return {
         "BITS": scheme.bits, **how.constants,
@@ -120,7 +124,7 @@ def constants(scheme: Scheme) -> dict[str, Any]:
         "SCALE_MANTISSA": scale.mantissa, "SCALE_FIRST": scale.first, "SCALE_HIGH": scale.high,
         "SCALE_SPECIAL": 0 if as_number is None else as_number.special,
         "SCALE_FACTOR": 1.0 if as_number is None else as_number.factor,
-        "EMAX": math.frexp(power_of)[1] - 1, "REACH": reach,
+        "EMAX": math.frexp(power_of)[1] - 1, "EVEN": even, "REACH": reach,
         "ZERO": {"none": 0, "int": 1, "float": 2}[scheme.zero_point], "HAS_OUTER": scheme.outer,
     }  # fmt: skip
 
@@ -135,8 +139,8 @@ def _groups(size: int) -> str | None:
 
 def _refusal(call: Call) -> str | None:
     """Methods, formats and scales, of which anyone may add some, and rows that are too long."""
-    if call.method not in (None, "range"):
-        return f"method: takes range, got {call.method}"
+    if call.method not in (None, "range", "absmax"):
+        return f"method: takes range and absmax, got {call.method}"
     if call.scheme.groups(call.k) > _MOST_GROUPS or call.scheme.group(call.k) > _MOST_COLUMNS:
         return f"K: takes {_MOST_GROUPS} groups, and {_MOST_COLUMNS} columns in one, got {call.k}"
     if encoding(call.scheme.format) is None:

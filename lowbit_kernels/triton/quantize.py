@@ -26,9 +26,10 @@ def _wider(high, low, x):
 
 @triton.jit
 def _half(x):
-    """``x`` (float32, not below 0) as float16; interpreters warn of what becomes infinite."""
-    fits = x < 65520.0
-    return tl.where(fits, tl.where(fits, x, 0.0).to(tl.float16), float("inf")).to(tl.float16)
+    """``x`` (float32) as float16; interpreters warn of what becomes infinite."""
+    fits = tl.abs(x) < 65520.0
+    beyond = tl.where(x < 0.0, float("-inf"), float("inf"))
+    return tl.where(fits, tl.where(fits, x, 0.0).to(tl.float16), beyond).to(tl.float16)
 
 
 @triton.jit
@@ -74,13 +75,14 @@ def quantize(
     BITS: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, FIRST: tl.constexpr, INVERSE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, NAN: tl.constexpr, COUNT: tl.constexpr,
     SCALE: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_FIRST: tl.constexpr, SCALE_HIGH: tl.constexpr,
-    SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr, EMAX: tl.constexpr, REACH: tl.constexpr,
+    SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr, EMAX: tl.constexpr, EVEN: tl.constexpr, REACH: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, IS_FIXED: tl.constexpr,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """One group of each of ROWS rows of ``x`` [R, K]: STEPS blocks of WORDS words of eight, read once where there is one block.
 
-    ``GROUP``: 0, the whole row. ``REACH``: the number that the largest of a group becomes. ``N`` rows share an outer scale.
+    ``GROUP``: 0, the whole row. ``REACH``: the number that the value of largest magnitude of a group becomes; ``EVEN``, where the
+    group reaches equally far both ways, and the largest number with zero points. ``N`` rows share an outer scale.
     ``IS_FIXED``: all groups have the scale ``fixed``, save those that are not finite, whose scale is NaN.
     ``refused``: set where a scale is not finite, or one of float16 is zero for numbers that are not.
     """
@@ -103,13 +105,16 @@ def quantize(
         tl.store(scale_ptr + row * stride_scale + group, tl.where(finite, scale, float("nan")), mask=row_mask)
     else:
         high, low = high.to(tl.float32, bitcast=True), low.to(tl.float32, bitcast=True)
-        reach = tl.full([ROWS], REACH, tl.float32)
+        even = tl.full([ROWS], EVEN, tl.float32)
         if ZERO == 0:
             largest = tl.maximum(high.to(tl.int32, bitcast=True), low.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-            value = divided(largest, reach)
+            value = divided(largest, even)
+            if REACH < 0:
+                further = divided(tl.where(high > low, high, -low), tl.full([ROWS], REACH, tl.float32))
+                value = tl.where(high == low, value, further)
         else:
             largest = high * 0.5 + low * 0.5
-            value = divided(high, reach) + divided(low, reach)
+            value = divided(high, even) + divided(low, even)
         if HAS_OUTER:
             above = tl.load(outer_ptr + row // N, mask=row_mask, other=0.0)
             above = tl.where(above < float("inf"), above, 1.0)
@@ -120,7 +125,7 @@ def quantize(
         )  # fmt: skip
         tl.store(scale_ptr + row * stride_scale + group, stored, mask=row_mask)
         finite = (tl.abs(scale) < float("inf")) & (largest < float("inf"))
-        sound = finite & ((scale > 0.0) | (largest == 0.0)) if SCALE == "fp16" else finite
+        sound = finite & ((scale != 0.0) | (largest == 0.0)) if SCALE == "fp16" else finite
         tl.store(refused_ptr + tl.zeros([ROWS], tl.int32), tl.full([ROWS], 1, tl.int32), mask=row_mask & (sound == 0))
         scale, low = tl.where(finite, scale, 1.0), tl.where(finite, low, 0.0)  # else no code means a number
         if HAS_OUTER:
