@@ -75,10 +75,11 @@ def _figures(bench: Bench, target: Target) -> dict[str, Any]:
     return bench.figures(model)
 
 
-def linear_weights(model: nn.Module) -> list[Tensor]:
-    """The weights of all linear layers but the head."""
+def linear_weights(model: nn.Module, every: int = 1) -> list[Tensor]:
+    """The weights of the linear layers but the head, of the first of each ``every``."""
     head = model.get_output_embeddings()  # type: ignore[operator]
-    return [m.weight.detach().float() for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    return [m.weight.detach().float() for m in layers[::every]]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -87,6 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 file to predict")
     parser.add_argument("--context", type=int, default=512, help="tokens of a chunk")
     parser.add_argument("--chunks", type=int, default=40)
+    parser.add_argument("--every", type=int, default=1, help="take the decibels of one layer in so many")
     parser.add_argument("--compared", type=int, default=10, help="chunks on which the divergence is measured")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, default=RESULTS / "symmetric.json", help="JSON file to write")
@@ -95,10 +97,10 @@ def main(arguments: list[str] | None = None) -> None:
     result: dict[str, Any] = {"rows": N, "columns": K, "seed": SEED, "weights": weights, "materials": [], "models": []}
     for folder in o.models:
         with Bench(folder, o.text, o.text, 1, o.chunks, o.compared, o.context, o.device) as bench:
-            weights += measure_weights(folder.name, linear_weights(bench.model))
+            weights += measure_weights(folder.name, linear_weights(bench.model, o.every))
             result["device"] = bench.device
             told = {name: bench.material[name] for name in ("model", "text", "chunks", "compared", "context")}
-            result["materials"].append({**told, "perplexity": bench.float_row()["perplexity"]})
+            result["materials"].append({**told, "every": o.every, "perplexity": bench.float_row()["perplexity"]})
             for row in measure_models(bench):
                 result["models"].append(row)
                 print(row["model"], row["recipe"], *(f"{row['by'][rule]['perplexity']:.2f}" for rule in RULES), flush=True)
