@@ -41,7 +41,7 @@ def test_sqnr_is_that_of_the_definition(name, kind):
 
 @pytest.mark.parametrize("bits", range(3, 9))
 def test_a_bit_is_worth_six_decibels(bits):
-    """A check on the scale of the numbers: uniform weights under b bits have the noise of step^2 / 12, and a little more at the end
+    """A check on the scale of numbers: uniform weights under b bits have the noise of step^2 / 12, and a little more at the end
     that has one integer less: there 1 in 4 * 2^(b-1) weights errs by half a step to a whole one, 7 / 12 of a squared step."""
     w = np.random.default_rng(0).uniform(-1, 1, (64, 1024)).astype(np.float32)
     steps = 2 ** (bits - 1)  # from 0 to the lowest integer; the rows' largest weights are within 1 % of 1
