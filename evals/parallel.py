@@ -13,6 +13,7 @@ import gc
 import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
                 torch.manual_seed(0)
                 found = task(_made(options.model, recipe, device))
             except Exception as error:
+                traceback.print_exc()
                 figures["failures"].append({"kind": kind, "where": where, "recipe": recipe, "error": f"{error!r:.600}"})
         gc.collect()
         if device.type == "cuda":

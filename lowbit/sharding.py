@@ -29,8 +29,9 @@ def pre_all_gather(q: QTensor, mesh: Any, whole: torch.Size) -> tuple[tuple[Tens
             f"a quantized weight {tuple(whole)} has {whole[0]} rows, which {mesh.size()} processes cannot share evenly: leave "
             "its layer out of fully_shard (ignored_params), or use a number of processes that divides the rows"
         )
-    parts = [part for name in _ROWS if (part := getattr(q, name)) is not None]
-    return tuple(part.view(torch.uint8) for part in parts), (tuple(whole), [part.dtype for part in parts])
+    parts = {name: part for name in _ROWS if (part := getattr(q, name)) is not None}
+    sent = tuple(part.view(torch.uint8) for part in parts.values() if part.numel())  # torch cannot unflatten what is empty
+    return sent, (tuple(whole), mesh.size(), parts)
 
 
 def post_all_gather(q: QTensor, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Tensor | None) -> Any:
@@ -39,9 +40,12 @@ def post_all_gather(q: QTensor, gathered: tuple[Tensor, ...], metadata: Any, dty
 
     if out is not None:
         return None
-    shape, dtypes = metadata
-    parts = [part.view(kind) for part, kind in zip(gathered, dtypes, strict=True)]
-    zero_point = parts[2] if len(parts) > 2 else None
-    weight = QTensor(parts[0], parts[1], zero_point, q.outer, q.scheme, shape, dtype, q.byte_layout)
+    shape, count, own = metadata
+    parts: dict[str, Any] = dict.fromkeys(_ROWS) | own
+    if count > 1:  # one process gathers nothing, and torch hands back the first part alone
+        given = iter(gathered)
+        for name, part in own.items():
+            parts[name] = next(given).view(part.dtype) if part.numel() else part.new_empty((count * len(part), *part.shape[1:]))
+    weight = QTensor(parts["packed"], parts["scale"], parts["zero_point"], q.outer, q.scheme, shape, dtype, q.byte_layout)
     weight.keeps_layout = True  # what is gathered for one layer's call is not worth arranging
     return weight, gathered

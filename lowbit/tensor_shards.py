@@ -101,7 +101,7 @@ def _by_parts(func: Any) -> Any:
             result = func(*tree_map_only(QTensor, partial(_given, sent), args), **kwargs)
             written = [(q._parts()[name], sent[id(q)]) for q in _found(args[:1])]
             apart = any(part is not whole for part, whole in written)
-            if name != names[-1] or apart:
+            if (name != names[-1] or apart) and not _in_order(func, args, kwargs, sent):
                 _work(result).wait()
             for part, whole in written if apart else ():
                 part.copy_(whole)
@@ -110,6 +110,12 @@ def _by_parts(func: Any) -> Any:
         return (args[0], result[1]) if isinstance(result, tuple) else result
 
     return collective
+
+
+def _in_order(func: Any, args: Any, kwargs: Any, sent: dict[int, Tensor]) -> bool:
+    """Whether what comes next waits by itself: calls of a GPU that are not asynchronous stand in its stream, without a work."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return named.get("async_op") is False and any(part.is_cuda for part in sent.values())
 
 
 def _given(sent: dict[int, Tensor], q: QTensor) -> Tensor:

@@ -200,3 +200,24 @@ def test_what_cannot_be_shared_evenly(answers: dict[Any, list[Any]]) -> None:
         assert "cannot be padded" in rows
         assert "multiples of" in columns
         assert "with a scale for all columns of a token" in rounded
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("layout", ["canonical", "interleaved", "tiles"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_gathered_of_every_layout_is_the_weight(scheme: str, layout: str, count: int) -> None:
+    """Some layouts have parts that hold nothing, which torch cannot unflatten."""
+
+    class Mesh:
+        def size(self) -> int:
+            return count
+
+    weight = QTensor.quantize(torch.randn(256, 96), scheme).to_layout(layout)
+    shards = list(weight.chunk(count))
+    if any(shard.byte_layout != layout for shard in shards):
+        pytest.skip(f"{scheme} is not kept in {layout} by rows")
+    asked = [shard.fsdp_pre_all_gather(Mesh(), weight.shape, weight.stride(), None, None) for shard in shards]
+    assert all(part.numel() for sent, _ in asked for part in sent)
+    gathered = [torch.cat(parts) for parts in zip(*(sent for sent, _ in asked), strict=True)]
+    whole, _ = shards[0].fsdp_post_all_gather(gathered[:1] if count == 1 else gathered, asked[0][1], weight.dtype)
+    assert torch.equal(whole, weight)

@@ -100,7 +100,10 @@ class _Finder:
 
 def expect() -> None:
     """Register now with what is loaded, and with the others when they are."""
-    waiting = {finder.awaited for finder in sys.meta_path if type(finder).__qualname__ == _Finder.__qualname__}  # type: ignore[attr-defined]
+    ours = [
+        finder for finder in sys.meta_path if type(finder).__qualname__ == _Finder.__qualname__
+    ]  # of a copy of this module, too
+    waiting = {getattr(finder, "awaited", None) for finder in ours}
     for name, register in AWAITED.items():
         loaded = sys.modules.get(name)
         if loaded is not None:
