@@ -35,9 +35,12 @@ class _Slot(NamedTuple):
 
 class Assembly:
     """What goes where. Making one compares the files with ``model`` and raises :class:`CheckpointError` with the names of
-    tensors that are missing, left over or of another shape; :meth:`read` reads; :meth:`carry_out` changes the model."""
+    tensors that are missing, left over or of another shape; :meth:`read` reads; :meth:`carry_out` changes the model.
 
-    def __init__(self, model: nn.Module, files: FileSet, device: torch.device | None) -> None:
+    ``new``: names of tensors that no file has, and that stay as they are."""
+
+    def __init__(self, model: nn.Module, files: FileSet, device: torch.device | None, new: frozenset[str] = frozenset()) -> None:
+        self._new = new
         self._model, self._files, self._header, self._device = model, files, files.header, device
         self._specs = files.specs
         self._used: set[str] = set()
@@ -111,6 +114,8 @@ class Assembly:
 
     def _visit_parameter(self, path: str, module: nn.Module, name: str, parameter: Tensor) -> None:
         entry = self._header.quantized.get(path)
+        if path in self._new:
+            return
         if entry is None:
             self._need(path, Spec(parameter.dtype, tuple(parameter.shape)), any_dtype=True)
             self._slots.append(_Slot(path, module, name, parameter, False))
@@ -122,6 +127,8 @@ class Assembly:
 
     def _visit_buffer(self, slot: _Slot) -> None:
         path, current = slot.path, slot.current
+        if path in self._new:
+            return
         if slot.name in slot.module._non_persistent_buffers_set:
             stored = self._stored(path)
             if not current.is_meta:  # a buffer that the model computes for itself stays the model's

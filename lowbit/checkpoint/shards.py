@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -33,6 +34,7 @@ class FileSet:
         self.files = files
         self.header = Header.parse(files[0].metadata, str(files[0].path))
         self._home: dict[str, TensorFile] = {}
+        self._names: dict[str, str] = {}
         self._older = self.header.older_names()
         for file in files:
             if file.metadata != files[0].metadata:
@@ -54,8 +56,17 @@ class FileSet:
         return self._home.get(name, self.files[0]).path
 
     def read(self, name: str) -> Tensor:
-        older = self._older.get(name)
-        return self._home[name].read(name) if older is None else self._home[name].read(older).unsqueeze(-1)
+        stored = self._names.get(name, name)
+        older = self._older.get(stored)
+        return self._home[name].read(stored) if older is None else self._home[name].read(older).unsqueeze(-1)
+
+    def seen(self, names: Mapping[str, str], header: Header) -> FileSet:
+        """The same files, of which the tensors ``names`` (other names, to those here) count, as ``header`` has them."""
+        seen = copy.copy(self)
+        seen.header, seen._names = header, {name: self._names.get(old, old) for name, old in names.items()}
+        seen._home = {name: self._home[old] for name, old in names.items()}
+        seen.specs = {name: self.specs[old] for name, old in names.items()}
+        return seen
 
 
 def present_specs(file: TensorFile, header: Header) -> dict[str, Spec]:

@@ -18,7 +18,7 @@ from ..checkpoint.skeleton import built
 from ..checkpoint.tensor_file import CheckpointError, Spec, TensorFile
 from .loading_report import Report, report_of
 
-__all__ = ["QuantizedError", "check_codes", "check_float", "check_folder", "check_load", "holds_weights", "outline_of"]
+__all__ = ["QuantizedError", "check_codes", "check_float", "check_folder", "check_load", "holds_weights", "is_new", "outline_of"]
 
 # In the order in which transformers looks for them.
 _FILES = ((SINGLE, INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
@@ -80,7 +80,7 @@ def check_load(report: Report, model: Any, files: Sequence[str] | None) -> froze
     folder = Path(files[0]).parent
     check_folder(folder, own)
     wrong = Report(
-        missing=tuple(name for name in report.missing if not _is_new(name, model, own)),
+        missing=tuple(name for name in report.missing if not is_new(name, model, own)),
         mismatched=tuple(entry for entry in report.mismatched if _is_in_base(entry[0], model)),
         unconverted=report.unconverted,
     )
@@ -247,7 +247,7 @@ def _own_outline(files: Sequence[str] | None) -> Any:
         return None
 
 
-def _is_new(name: str, model: Any, own: Any) -> bool:
+def is_new(name: str, model: Any, own: Any) -> bool:
     """Whether the tensor ``name`` of ``model`` is new by its class: a head, or a part below it, that ``own``, the model that
     was saved, has not at all."""
     if type(model.config) not in (type(own.config), *(getattr(own.config, "sub_configs", None) or {}).values()):

@@ -24,6 +24,7 @@ from ..checkpoint.skeleton import float_dtype
 from ..checkpoint.tensor_file import CheckpointError
 from ..experts import settle
 from ..weight import QuantizedModule
+from .classes import is_another, seen_as
 from .kept import keep_float32
 from .parallel import is_shared, quantized_parameters, read_whole
 from .parts import WeightParts
@@ -48,8 +49,12 @@ class Folder:
         keep_float32(model, model.config.dtype)
         wanted = {name: tensor.dtype for name, tensor in _tensors(model)}
         with open_files(folder) as opened:
+            self._entries, self._extra = opened.header.quantized, opened.header.nonpersistent
+            new: frozenset[str] = frozenset()
+            if is_another(model, opened.header):
+                opened, new = seen_as(model, opened, folder)
             self._header = opened.header
-            _fill(model, opened)
+            _fill(model, opened, new)
             held = opened.specs
             names = [name for name in _computed(model) if self._stored(name) in held]
             self._buffers = {name: opened.read(self._stored(name)) for name in names}
@@ -76,11 +81,11 @@ class Folder:
         set_ties(model, {name: stored for name, stored in aliases.items() if name in known})
         self._ignored = model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {
-            rf"^{re.escape(name)}$" for name in (*self._header.nonpersistent, *self._buffers)
+            rf"^{re.escape(name)}$" for name in (*self._extra, *self._header.nonpersistent, *self._buffers)
         }
 
     def conversions(self) -> list[WeightConverter]:
-        return [WeightParts(self._header.quantized)]
+        return [WeightParts(self._entries, self._header.quantized)]
 
     rounding = None
 
@@ -125,16 +130,10 @@ def _element_size(entry: Entry) -> float:
     return entry.scheme.bits_per_weight(max(entry.shape[-1], 1)) / 8
 
 
-def _fill(model: nn.Module, files: FileSet) -> None:
-    try:
-        assembly = Assembly(model, files, torch.device("meta"))
-        assembly.read()
-        assembly.carry_out()
-    except CheckpointError as error:
-        stored = files.header.model.get("class", type(model).__name__)
-        if stored == type(model).__name__:
-            raise
-        raise CheckpointError(f"{error} (the folder holds a {stored}, and this is a {type(model).__name__})") from error
+def _fill(model: nn.Module, files: FileSet, new: frozenset[str]) -> None:
+    assembly = Assembly(model, files, torch.device("meta"), new)
+    assembly.read()
+    assembly.carry_out()
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

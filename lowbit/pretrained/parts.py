@@ -20,29 +20,30 @@ _PARTS = ("packed", "scale", "zero_point", "outer")
 class WeightParts(WeightConverter):
     """Tells transformers that ``NAME.weight`` (codes), ``NAME.scale`` ... of each quantized layer are one ``NAME.weight``.
 
-    ``entries``: what the header says of each layer, by its name. A pattern, which transformers would search for in every name,
-    could not tell a ``scale`` of a quantized layer from that of any other module.
+    ``stored``: what the header says of each layer, by its name in the files; ``entries``: by its name in the model, which another
+    class than that of the files may call otherwise. A pattern, which transformers would search for in every name, could not tell
+    a ``scale`` of a quantized layer from that of any other module.
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "_stored")
 
-    def __init__(self, entries: dict[str, Entry]) -> None:
+    def __init__(self, stored: dict[str, Entry], entries: dict[str, Entry]) -> None:
         super().__init__(list(_PARTS), "weight", [_Assembled(entries)])
-        self._entries = entries
+        self._stored, self._entries = stored, entries
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightParts:  # transformers wants one for each weight
-        return WeightParts(self._entries)
+        return WeightParts(self._stored, self._entries)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        if source_key in self._entries and self._entries[source_key].kind == "parameter":
+        if source_key in self._stored and self._stored[source_key].kind == "parameter":
             self._was_used = True
             return source_key, "packed"
         path, _, part = source_key.rpartition(".")
         part = "packed" if part == "weight" else part  # as files of version 1 call the codes
-        if part not in _PARTS or path not in self._entries:
+        if part not in _PARTS or path not in self._stored:
             return source_key, None
         self._was_used = True
-        return path if self._entries[path].kind == "parameter" else f"{path}.weight", part
+        return path if self._stored[path].kind == "parameter" else f"{path}.weight", part
 
 
 class _Assembled(ConversionOps):
