@@ -148,8 +148,8 @@ def test_experts(tmp_path: Path) -> None:
     torch.manual_seed(0)
     source = transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
-            vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-            num_local_experts=4, pad_token_id=0, num_labels=3,
+            vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, pad_token_id=0, num_labels=3,
         )
     ).eval()  # fmt: skip
     lowbit.quantize_(source, {"*experts*": "int4", "*": "int8"})
