@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,156 @@ def test_a_float_folder_is_quantized_while_it_loads_and_from_disk(name: str, tmp
     done = lowbit.quantize_folder(tmp_path / "float", tmp_path / "disk", "int4", calibration=ids)
     assert done == plan
     same(want, lowbit.load(tmp_path / "disk"))
+
+
+def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs/experts.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, "docs/experts.md", "exec"), {})
+
+
+# ---- what rules take ---------------------------------------------------------------------------------------------
+
+
+def test_a_pattern_of_a_module_leaves_its_biases_and_one_that_names_them_takes_them() -> None:
+    model = build("gpt_oss")
+    plan = lowbit.plan(model, {"*experts*": "int4", "*": "int8"})
+    bits = {layer.name.partition("mlp.")[2]: layer.target and layer.target.weight.bits for layer in plan.layers}
+    assert (bits["experts.gate_up_proj"], bits["experts.down_proj"]) == (4, 4)
+    assert bits["experts.gate_up_proj_bias"] is bits["experts.down_proj_bias"] is bits["router.weight"] is None
+    shapes = {layer.name.partition("mlp.")[2]: layer.shape for layer in plan.layers}
+    assert shapes["experts.gate_up_proj"] == (8, 192, 64)  # [E, N, K], though the module has [E, K, N]
+    named = lowbit.plan(model, {"*.router.weight": "int8", "re:gate_up_proj_bias$": "int8"})
+    assert {layer.name.partition("mlp.")[2] for layer in named.changed} == {"router.weight", "experts.gate_up_proj_bias"}
+    quantize_(model, {"*.router.weight": "int8"})
+    assert isinstance(model.model.layers[0].mlp.router.weight, QTensor)
+    assert logits(model).isfinite().all()
+
+
+def test_rules_that_quantize_nothing_are_named() -> None:
+    model = build("mixtral")
+    plan = lowbit.plan(model, {"*.gate.*": "int8", "*": "int4"})
+    assert plan.notes == (
+        "pattern '*.gate.*' quantizes nothing: model.layers.0.mlp.gate.weight (and 1 more) stays: "
+        "a router: name it in a pattern to quantize it",
+    )
+    dense_model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    assert [note for note in lowbit.plan(dense_model, "mixture_of_experts").notes if "experts" in note] == [
+        r"pattern 're:\\.experts\\.' matches nothing in this model"
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_recipe_covers_experts(name: str) -> None:
+    plan = lowbit.plan(build(name), "mixture_of_experts")
+    bits = {layer.name: layer.target and layer.target.weight.bits for layer in plan.layers}
+    experts = [found for layer, found in bits.items() if layer.endswith(("gate_up_proj", "down_proj")) and ".experts." in layer]
+    assert set(experts) == {4}
+    assert {found for layer, found in bits.items() if "router" in layer or "shared" in layer or ".gate." in layer} == {None}
+    assert plan.notes == ()
+
+
+def test_activations_of_experts_stay_and_the_plan_says_so() -> None:
+    model = build("mixtral")
+    plan = quantize_(model, "int8_dynamic_activation_int8_weight")
+    entries = {layer.name: layer for layer in plan.changed}
+    experts, attention = entries["model.layers.0.mlp.experts.down_proj"], entries["model.layers.0.self_attn.q_proj"]
+    assert attention.target is not None
+    assert attention.target.activation is not None
+    assert experts.target is not None
+    assert experts.target.activation is None
+    assert "its weight alone" in experts.reason
+
+
+def test_what_is_kept_may_be_a_parameter() -> None:
+    model = build("mixtral")
+    plan = quantize_(model, lowbit.Recipe.of("int4").keeping(["model.layers.0.mlp.experts"]))
+    kept = [layer.name for layer in plan.kept if "experts" in layer.name]
+    assert kept == ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]
+
+
+# ---- what is read ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "lowbit"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4"])
+def test_only_experts_that_tokens_chose_are_read(name: str, implementation: str) -> None:
+    model = build(name)
+    quantize_(model, "int4")
+    if name != "llama4":
+        model.set_experts_implementation(implementation)
+    moe = next(module for module in model.modules() if "experts" in module._modules)
+    with lowbit.trace_kernels() as trace, torch.no_grad():
+        moe(torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0)))
+    chosen = 1 if name == "llama4" else 2
+    shapes = [(r.n, r.k) for r, count in trace.counts.items() for _ in range(count) if r.op == "linear"]
+    assert shapes.count((192, 64)) == chosen
+    assert shapes.count((64, 96)) == chosen + (name == "llama4")  # and its shared expert's
+    assert "dequantize" not in {r.op for r in trace.counts}
+
+
+def test_grouped_mm_takes_either_orientation_and_rows_of_nobody() -> None:
+    w, x = torch.randn(4, 6, 32), torch.randn(9, 32)
+    q = QTensor.quantize(w, "int8")
+    ends = torch.tensor([2, 2, 5, 8], dtype=torch.int32)
+    want = torch.cat([x[start:end] @ q[e].dequantize().t() for e, (start, end) in enumerate([(0, 2), (2, 2), (2, 5), (5, 8)])])
+    y = torch.nn.functional.grouped_mm(x, q.transpose(1, 2), offs=ends)
+    torch.testing.assert_close(y[:8], want)
+    across = torch.nn.functional.grouped_mm(torch.ones(9, 6), q, offs=ends)
+    torch.testing.assert_close(across[2:5], q[2].dequantize().sum(0).expand(3, 32))
+
+
+# ---- training and moving -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by PEFT, of transformers
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_on_attention_are_trained_through_experts(name: str) -> None:
+    """Their gradients are those of the dequantized model, for every implementation."""
+    peft = pytest.importorskip("peft")
+    model = build(name)
+    reference = copy.deepcopy(model)
+    quantize_(model, "int4")
+    dense(reference, model)
+    implementations = IMPLEMENTATIONS if name != "llama4" else (None,)
+    targets = ["q_a_proj", "o_proj"] if name == "deepseek_v3" else ["q_proj", "o_proj"]
+    ids = torch.randint(3, 96, (1, 8), generator=torch.Generator().manual_seed(4))
+
+    def gradients(base: Any, implementation: str | None) -> dict[str, Tensor]:
+        if implementation is not None:
+            base.set_experts_implementation(implementation)
+        torch.manual_seed(5)
+        adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+        adapted.eval()(input_ids=ids, labels=ids).loss.backward()
+        found = {n: p.grad for n, p in adapted.named_parameters() if p.grad is not None}
+        adapted.unload()
+        return found
+
+    want = gradients(reference, None if name == "llama4" else "eager")
+    assert want
+    for implementation in implementations:
+        got = gradients(model, implementation)
+        assert got.keys() == want.keys()
+        for parameter, gradient in want.items():
+            torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_copies_casts_pickles_and_states_keep_experts(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    quantize_(model, "int4")
+    same(model, copy.deepcopy(model))
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    other = build(name)
+    quantize_(other, "int4")
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2.0)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    same(model, other)
+    narrow = copy.deepcopy(model).to(torch.bfloat16)
+    for n, p in experts_of(narrow).items():
+        assert p.dtype == torch.bfloat16
+        assert torch.equal(p.dequantize(torch.float32), model.get_parameter(n).dequantize())
+    assert logits(narrow).isfinite().all()
