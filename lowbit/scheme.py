@@ -55,6 +55,8 @@ class Scheme:
             raise ValueError(f"group_size must be an int, got {self.group_size!r}")
         if self.group_size != -1 and self.group_size < 1:
             raise ValueError(f"group_size must be -1 (the whole row) or at least 1, got {self.group_size}")
+        if self.group_size >= 1 << 63:
+            raise ValueError(f"group_size must be below 2**63, as sizes of tensors are, got {self.group_size}")
         if self.zero_point not in _ZERO_POINTS:
             raise ValueError(f"zero_point must be one of {', '.join(_ZERO_POINTS)}, got {self.zero_point!r}")
         if self.scale not in PLAIN_SCALES and self.scale not in FORMATS:

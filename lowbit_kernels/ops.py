@@ -116,6 +116,15 @@ def _check_x(x: _Like, bias: _Like | None, packed: _Like) -> None:
         raise TypeError(f"bias must be {x.dtype} on {x.device} as x is, got {bias.dtype} on {bias.device}")
 
 
+def _check_input_scale(given: Tensor | None, x: Tensor) -> None:
+    if given is None:
+        return
+    if given.numel() != 1 or not given.dtype.is_floating_point or given.dtype.itemsize < 2:
+        raise ValueError(f"input_scale must be one number of a float type, got {_like(given)}")
+    if given.device != x.device and (given.dim() or given.device.type != "cpu"):
+        raise ValueError(f"x is on {x.device} and input_scale on {given.device}: move one of them")
+
+
 @kept(maxsize=8192)
 def _product(
     op: str,
@@ -197,6 +206,7 @@ def _quantized_linear(
 ) -> Tensor:
     rest = _likes(zero_point, outer, bias)
     how, call = _product("quantized_linear", scheme, layout, _like(x), _like(packed), _like(scale), *rest, activation, epilogue)
+    _check_input_scale(input_scale, x)
     return own(run(call, x, packed, scale, zero_point, outer, bias, how, call.activation, input_scale))
 
 
@@ -269,19 +279,29 @@ def _quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor, Tens
 # ---- fakes -----------------------------------------------------------------------------------------------------
 
 
+def on_one_device(packed: Tensor, *rest: Any) -> None:
+    """Raise where a tensor of ``rest`` is elsewhere than ``packed``; one number may be on the CPU."""
+    for part in rest:
+        if isinstance(part, Tensor) and part.device != packed.device and (part.dim() or part.device.type != "cpu"):
+            raise ValueError(f"the weight is on {packed.device}, and what goes with it on {part.device}: move one of them")
+
+
 def _fake_linear(x: Tensor, packed: Tensor, *rest: Any) -> Tensor:
     if x.device != packed.device:
         raise ValueError(f"x is on {x.device} and the weight on {packed.device}: move one of them")
+    on_one_device(packed, *rest)
     return x.new_empty((*x.shape[:-1], packed.shape[-2]))
 
 
 def _fake_embedding(indices: Tensor, packed: Tensor, *rest: Any) -> Tensor:
     *_, k, dtype = rest
+    on_one_device(packed, indices, *rest)
     return packed.new_empty((*indices.shape, k), dtype=dtype)
 
 
 def _fake_dequantize(packed: Tensor, *rest: Any) -> Tensor:
     *_, k, dtype = rest
+    on_one_device(packed, *rest)
     return packed.new_empty((*packed.shape[:-1], k), dtype=dtype)
 
 

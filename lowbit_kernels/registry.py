@@ -18,6 +18,7 @@ from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from . import crossovers
 from .epilogues import epilogue
+from .held import check_held
 from .layouts import LAYOUTS, Parts
 
 __all__ = [
@@ -345,7 +346,10 @@ def trace() -> Iterator[Trace]:
 
 
 def run(call: Call, *args: Any) -> Any:
-    """Select a kernel for ``call``, note it in the open traces, and run it."""
+    """Select a kernel for ``call``, note it in the open traces, and run it. Raises where a tensor has lost its memory."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            check_held(arg)
     kernel = select(call)
     for record in _traces.get():
         record.counts[

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.packing import packed_size
 from lowbit.scheme import Scheme
 
-from .ops import _check_weight, _like, _likes, call_for, own
+from .ops import _check_weight, _like, _likes, call_for, on_one_device, own
 from .registry import run
 from .rules import Rule, refused
 from .schemas import Operator
@@ -69,6 +69,7 @@ def _fake_rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, activa
 
 
 def _fake_codes_linear(codes: Tensor, x_scale: Tensor, packed: Tensor, *rest: Any) -> Tensor:
+    on_one_device(packed, codes, x_scale, *rest)
     return codes.new_empty((*codes.shape[:-1], packed.shape[-2]), dtype=rest[-1])
 
 

@@ -25,7 +25,8 @@ Tensor dots_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tens
                    std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
                    bool interleaved) {
   STD_TORCH_CHECK(has_dots(), "this processor has no dot products of bfloat16");
-  STD_TORCH_CHECK(x_any.is_cpu() && x_any.dim() >= 1 && x_any.scalar_type() == ScalarType::BFloat16, "x must be bfloat16 [..., K] on the CPU");
+  check_on_cpu(x_any, "x");
+  STD_TORCH_CHECK(x_any.dim() >= 1 && x_any.scalar_type() == ScalarType::BFloat16, "x must be bfloat16 [..., K] on the CPU");
   const Tensor x = dense(x_any);
   Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1), interleaved);
   Linear& a = weight.a;
@@ -36,6 +37,7 @@ Tensor dots_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tens
   if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
   Tensor& y = product.y;
   if (a.m == 0 || a.n == 0) return y;
+  if (a.k == 0) return finish_without_columns(a, bias ? &bias_numbers : nullptr, y), y;
   const uint16_t* given = static_cast<const uint16_t*>(x.const_data_ptr());
   const int64_t stride = stride_of_dots(a.k);
   const auto of_x = lines_of<uint16_t>(a.m * stride);

@@ -16,7 +16,7 @@ std::string best_instructions() { return instruction_set().name; }
 bool takes_digits(Tensor values, bool zero_points) {
   if (!instruction_set().steps) return false;
   Linear a = {};
-  while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
+  a.bits = bits_of(values);
   a.values = values.const_data_ptr<float>();
   Bytewise how;
   uint8_t table[64];
@@ -26,6 +26,7 @@ bool takes_digits(Tensor values, bool zero_points) {
 // The scale of all rows of x that a product of one digit may be given.
 const float* checked_scale(const std::optional<Tensor>& given, int digits) {
   if (!given) return nullptr;
+  check_held(*given, "input_scale");
   STD_TORCH_CHECK(digits == 1 && given->is_cpu() && given->numel() == 1 && given->scalar_type() == ScalarType::Float,
                   "input_scale must be one float32 on the CPU, and goes with one digit");
   return given->const_data_ptr<float>();
@@ -37,7 +38,8 @@ void check_digits(int64_t digits, const Linear& a) {
 }
 
 void check_x(const Tensor& x) {
-  STD_TORCH_CHECK(x.is_cpu() && x.dim() >= 1 && is_float(x), "x must be float32, bfloat16 or float16 [..., K] on the CPU");
+  check_on_cpu(x, "x");
+  STD_TORCH_CHECK(x.dim() >= 1 && is_float(x), "x must be float32, bfloat16 or float16 [..., K] on the CPU");
 }
 
 // Rows of x that a product takes: any number with one digit.
@@ -61,6 +63,7 @@ Tensor product(int digits, Tensor x_any, Tensor packed, Tensor scale, std::optio
   if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = numbers_of(*bias, "bias");
 
   if (a.m == 0 || a.n == 0) return product.y;
+  if (a.k == 0) return finish_without_columns(a, bias ? &bias_numbers : nullptr, product.y), product.y;
   How how;
   how.bias = bias ? &bias_numbers : nullptr, how.given = checked_scale(given, digits), how.instructions = instructions;
   if (digits)
@@ -78,10 +81,10 @@ Tensor digits_prepared(Tensor x, Tensor packed, Tensor scale, std::optional<Tens
   const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1), interleaved);
   check_digits(digits, weight.a);
   const DigitsPlan plan(weight.a, static_cast<int>(digits));
-  Prepared made = {Prepared::own_sign(), 0, weight.a, weight.outer_number,
+  Prepared made = {0, 0, weight.a, weight.outer_number,
                    checked_scale(input_scale, plan.count), weight.groups, {}, plan, {}};
   std::copy(weight.halves, weight.halves + 256, made.halves);
-  bool is_as_given = weight.is_as_given;
+  bool is_as_given = weight.is_as_given && weight.a.k > 0;
   if (bias) {
     const Tensor checked = checked_bias(*bias, weight.a.n);
     is_as_given = is_as_given && checked.get() == bias->get();
@@ -98,11 +101,14 @@ Tensor digits_prepared(Tensor x, Tensor packed, Tensor scale, std::optional<Tens
   char* to = static_cast<char*>(bytes.mutable_data_ptr());
   std::memcpy(to, &made, sizeof(Prepared));
   plan.take_groups(weight.a, reinterpret_cast<int32_t*>(to + sizeof(Prepared)));
+  const uint64_t sign = Prepared::sign_of(to, made.bytes);
+  std::memcpy(to, &sign, sizeof sign);
   return bytes;
 }
 
 // A product whose weight digits_prepared has checked.
 Tensor prepared_linear(Tensor x_any, Tensor prepared) {
+  check_on_cpu(prepared, "prepared");
   const Prepared* const p = Prepared::of(prepared);
   STD_TORCH_CHECK(p, "prepared must be what digits_prepared returned");
   check_x(x_any);

@@ -14,7 +14,7 @@ namespace lowbit::cpu {
 // All that a product takes but x and y, as it lies in a tensor of bytes that whoever prepared it keeps, with the groups of the
 // plan's steps behind it. What its pointers are of lies outside and is kept by the same one.
 struct Prepared {
-  uint64_t sign;   // tells such bytes from others, and from those of another process
+  uint64_t sign;   // tells such bytes from others, from those of another process, and from those that were written to since
   int64_t bytes;   // with the groups
   Linear a;        // but m, y and what may have changed
   const float* outer;  // that and the scale of x are read in each call
@@ -36,7 +36,28 @@ struct Prepared {
     const void* data = t.const_data_ptr();
     if (bytes < static_cast<int64_t>(sizeof(Prepared)) || reinterpret_cast<uintptr_t>(data) % alignof(Prepared)) return nullptr;
     const Prepared* p = static_cast<const Prepared*>(data);
-    return p->sign == own_sign() && p->bytes == bytes ? p : nullptr;
+    return bytes % 4 == 0 && p->bytes == bytes && p->sign == sign_of(data, bytes) ? p : nullptr;
+  }
+
+  // Of so many bytes, the first eight aside. Four chains, since one of multiplications waits for each.
+  static uint64_t sign_of(const void* data, int64_t bytes) {
+    uint64_t chains[4] = {own_sign(), 1, 2, 3};
+    const char* const from = static_cast<const char*>(data);
+    const auto add = [](uint64_t& chain, uint64_t word) { chain = (chain ^ word) * 0x9e3779b97f4a7c15, chain ^= chain >> 29; };
+    int64_t at = sizeof(uint64_t);
+    for (; at + 32 <= bytes; at += 32)
+      for (int i = 0; i < 4; i++) {
+        uint64_t word;
+        std::memcpy(&word, from + at + 8 * i, sizeof word);
+        add(chains[i], word);
+      }
+    for (; at + 4 <= bytes; at += 4) {
+      uint32_t word;
+      std::memcpy(&word, from + at, sizeof word);
+      add(chains[0], word);
+    }
+    for (int i = 1; i < 4; i++) add(chains[0], chains[i]);
+    return chains[0];
   }
 
   const int32_t* steps() const { return reinterpret_cast<const int32_t*>(this + 1); }

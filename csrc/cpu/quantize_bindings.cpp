@@ -15,10 +15,12 @@ using namespace lowbit::cpu;
 // Rows of the weight as numbers of the type of `out` [N, K].
 void panel(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer, Tensor values,
            std::optional<Tensor> scale_values, int64_t group_size, std::string instructions, bool interleaved) {
-  STD_TORCH_CHECK(out.is_cpu() && out.dim() == 2 && is_float(out) && out.is_contiguous() && out.size(0) == packed.size(0),
+  check_on_cpu(out, "out");
+  STD_TORCH_CHECK(out.dim() == 2 && is_float(out) && out.is_contiguous() && packed.dim() == 2 && out.size(0) == packed.size(0),
                   "out must be contiguous float32, bfloat16 or float16 [N, K] on the CPU");
   const Weight weight(packed, scale, zero, outer, values, scale_values, group_size, out.size(1), interleaved);
   const InstructionSet& set = instruction_set(instructions.c_str());
+  if (weight.a.n == 0 || weight.a.k == 0) return;
   const Stored type = numbers_of(out, "out").stored;
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const int64_t k = out.size(1), row = k * (type == Stored::float32 ? 4 : 2);
@@ -32,12 +34,15 @@ void panel(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, 
 // Codes and scales of w [N, K] into tensors that are there; false where the weight or a scale is no number to be stored.
 bool quantize(Tensor w_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, int64_t bits, int64_t group_size, double low,
               double high, double largest, std::optional<double> reach, std::string instructions) {
-  STD_TORCH_CHECK(w_any.is_cpu() && w_any.dim() == 2 && is_float(w_any), "w must be float32, bfloat16 or float16 [N, K] on the CPU");
+  check_on_cpu(w_any, "w"), check_on_cpu(packed, "packed"), check_on_cpu(scale, "scale"), check_on_cpu(zero, "zero_point");
+  STD_TORCH_CHECK(w_any.dim() == 2 && is_float(w_any), "w must be float32, bfloat16 or float16 [N, K] on the CPU");
   STD_TORCH_CHECK(bits >= 1 && bits <= 8 && group_size >= 1, "bits must be 1..8 and group_size at least 1, got ", bits, " and ",
                   group_size);
   const Tensor w = with_dense_rows(w_any);
   Quantize a = {};
-  a.n = w.size(0), a.k = w.size(1), a.group = group_size, a.bits = static_cast<int>(bits);
+  a.n = w.size(0), a.k = w.size(1), a.group = group_of(group_size, a.k), a.bits = static_cast<int>(bits);
+  STD_TORCH_CHECK(a.n < most_of_a_size && a.k < most_of_a_size, "a weight must have fewer than 2^40 rows and columns, got ", a.n,
+                  " x ", a.k);
   const int64_t groups = (a.k + a.group - 1) / a.group;
   check_weight_matrix(packed, "packed", a.n, lowbit::packed_size(a.bits, a.k));
   check_weight_matrix(scale, "scale", a.n, groups);
@@ -55,6 +60,7 @@ bool quantize(Tensor w_any, Tensor packed, Tensor scale, std::optional<Tensor> z
     a.zero = static_cast<uint8_t*>(zero->mutable_data_ptr());
   }
   const InstructionSet& set = instruction_set(instructions.c_str());
+  if (a.n == 0 || a.k == 0) return true;
   std::atomic<bool> good{true};
   Linear size = {};
   size.n = a.n, size.k = a.k;

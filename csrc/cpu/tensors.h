@@ -10,7 +10,21 @@
 #include <cstdint>
 #include <vector>
 
+#include "../held.h"
+
 namespace lowbit::cpu {
+
+using lowbit::check_held;
+using lowbit::most_of_a_size;
+
+// Raises where `t` is not on the CPU, or does not hold what its sizes say.
+inline void check_on_cpu(const torch::stable::Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU");
+  check_held(t, name);
+}
+inline void check_on_cpu(const std::optional<torch::stable::Tensor>& t, const char* name) {
+  if (t) check_on_cpu(*t, name);
+}
 
 // The tensor itself, or a copy without gaps.
 inline torch::stable::Tensor dense(const torch::stable::Tensor& t) {
@@ -34,12 +48,13 @@ struct Product {
     int64_t *const sizes = dimensions > few ? many.data() : some, *const strides = sizes + dimensions;
     std::copy(of_x.begin(), of_x.end(), sizes);
     sizes[dimensions - 1] = n;
-    for (int64_t i = 0; i + 1 < dimensions; i++) m *= sizes[i];
     int64_t step = 1;
     for (int64_t i = dimensions; i-- > 0;) {
       strides[i] = step;
-      step *= sizes[i] > 1 ? sizes[i] : 1;
+      STD_TORCH_CHECK(!__builtin_mul_overflow(step, sizes[i] > 1 ? sizes[i] : 1, &step), "x and a weight of ", n,
+                      " rows have more products than memory could hold");
     }
+    for (int64_t i = 0; i + 1 < dimensions; i++) m *= sizes[i];
     int32_t dtype = 0;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
     AtenTensorHandle y = nullptr;

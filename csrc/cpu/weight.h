@@ -5,9 +5,11 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "../decode.h"
 #include "../formats.h"
@@ -50,6 +52,23 @@ inline Tensor with_dense_rows(const Tensor& t) {
 inline void check_weight_matrix(const Tensor& t, const char* name, int64_t rows, int64_t columns) {
   STD_TORCH_CHECK(t.is_cpu() && t.dim() == 2 && t.size(0) == rows && t.size(1) == columns, name, " must be a CPU tensor [", rows,
                   ", ", columns, "]");
+}
+
+// Bits of the codes that stand for these numbers.
+inline int bits_of(const Tensor& values) {
+  check_on_cpu(values, "values");
+  STD_TORCH_CHECK(values.scalar_type() == ScalarType::Float && values.dim() == 1 && values.is_contiguous(),
+                  "values must be contiguous float32 [2^bits] on the CPU");
+  int bits = 0;
+  while (bits < 8 && (1 << bits) < values.numel()) bits++;
+  STD_TORCH_CHECK(bits >= 1 && 1 << bits == values.numel(), "values must hold 2^bits numbers for 1..8 bits, got ", values.numel());
+  return bits;
+}
+
+// Columns of a group in rows of `k`, no more than those.
+inline int64_t group_of(int64_t group_size, int64_t k) {
+  STD_TORCH_CHECK(group_size == -1 || group_size >= 1, "group_size must be -1 or at least 1, got ", group_size);
+  return std::max<int64_t>(group_size == -1 ? k : std::min(group_size, k), 1);
 }
 
 // Fills `halves` with the numbers; false where one of them is no 16-bit float.
@@ -116,21 +135,18 @@ struct Weight {
 
   Weight(const Tensor& packed_any, const Tensor& scale_any, const std::optional<Tensor>& zero_any, const std::optional<Tensor>& outer,
          const Tensor& values, const std::optional<Tensor>& scale_values, int64_t group_size, int64_t k, bool interleaved)
-      : packed(with_dense_rows(packed_any)), scale(with_dense_rows(scale_any)), zero(scale) {
+      : packed(rows_of(packed_any, "packed")), scale(rows_of(scale_any, "scale")), zero(scale) {
     is_as_given = packed.get() == packed_any.get() && scale.get() == scale_any.get();
-    STD_TORCH_CHECK(packed_any.dim() == 2 && packed_any.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
-    STD_TORCH_CHECK(values.is_cpu() && values.scalar_type() == ScalarType::Float && values.dim() == 1 && values.is_contiguous(),
-                    "values must be contiguous float32 [2^bits] on the CPU");
-    while (a.bits < 8 && (1 << a.bits) < values.numel()) a.bits++;
-    STD_TORCH_CHECK(a.bits >= 1 && 1 << a.bits == values.numel(), "values must hold 2^bits numbers for 1..8 bits, got ",
-                    values.numel());
+    STD_TORCH_CHECK(packed.dim() == 2 && packed.scalar_type() == ScalarType::Byte, "packed must be uint8 [N, bytes]");
+    a.bits = bits_of(values);
     a.values = values.const_data_ptr<float>();
     a.codes = codes_of(a, halves);
     a.n = packed.size(0);
     a.k = k;
+    STD_TORCH_CHECK(a.n < most_of_a_size && a.k < most_of_a_size, "a weight must have fewer than 2^40 rows and columns, got ", a.n,
+                    " x ", a.k);
     if (a.codes == Codes::halves && (group_size == -1 || group_size % block == 0) && are_shifted(a, a.shifted, a.unit)) a.codes = Codes::shifted;
-    STD_TORCH_CHECK(group_size == -1 || group_size >= 1, "group_size must be -1 or at least 1, got ", group_size);
-    a.group = group_size == -1 ? (a.k > 0 ? a.k : 1) : group_size;
+    a.group = group_of(group_size, a.k);
     groups = (a.k + a.group - 1) / a.group;
 
     check_weight_matrix(packed, "packed", a.n, lowbit::packed_size(a.bits, a.k));
@@ -141,13 +157,14 @@ struct Weight {
     STD_TORCH_CHECK((a.scale.stored == Stored::bytes) == scale_values.has_value(),
                     "scale_values go with scales of uint8, and only with them");
     if (scale_values) {
+      check_held(*scale_values, "scale_values");
       STD_TORCH_CHECK(scale_values->is_cpu() && scale_values->scalar_type() == ScalarType::Float && scale_values->numel() == 256 &&
                           scale_values->is_contiguous(),
                       "scale_values must be contiguous float32 [256] on the CPU, got ", scale_values->numel(), " numbers");
       a.scale.table = scale_values->const_data_ptr<float>();
     }
     if (zero_any) {
-      zero = with_dense_rows(*zero_any);
+      zero = rows_of(*zero_any, "zero_point");
       is_as_given = is_as_given && zero.get() == zero_any->get();
       check_weight_matrix(zero, "zero_point", a.n, groups);
       STD_TORCH_CHECK(!a.is_signed, "codes with a sign have no zero point");
@@ -160,6 +177,7 @@ struct Weight {
     STD_TORCH_CHECK(!interleaved || (packed.is_contiguous() && scale.is_contiguous() && zero.is_contiguous()),
                     "interleaved weights must be contiguous");
     if (outer) {
+      check_held(*outer, "outer");
       STD_TORCH_CHECK(outer->is_cpu() && outer->numel() == 1 && outer->scalar_type() == ScalarType::Float,
                       "outer must be one float32 on the CPU");
       outer_number = outer->const_data_ptr<float>();
@@ -168,12 +186,30 @@ struct Weight {
     }
   }
   Weight(const Weight&) = delete;
+
+ private:
+  static Tensor rows_of(const Tensor& any, const char* name) {
+    check_on_cpu(any, name);
+    return with_dense_rows(any);
+  }
 };
 
 inline Tensor checked_bias(const Tensor& bias, int64_t n) {
+  check_held(bias, "bias");
   STD_TORCH_CHECK(bias.is_cpu() && bias.dim() == 1 && bias.numel() == n && is_float(bias), "bias must be float32, bfloat16 or float16 [", n,
                   "] on the CPU");
   return dense(bias);
+}
+
+// The bias, or zeros: y [m, n] of a weight without columns.
+inline void finish_without_columns(const Linear& weight, const Numbers* bias, const Tensor& y) {
+  const Stored type = numbers_of(y, "y").stored;
+  const int64_t bytes = type == Stored::float32 ? 4 : 2;
+  const std::vector<float> zeros(weight.n);
+  Linear a = weight;
+  a.m = 1, a.y = const_cast<float*>(zeros.data());
+  for (int64_t m = 0; m < weight.m; m++)
+    instruction_set().finish(a, {bias, nullptr, static_cast<char*>(y.mutable_data_ptr()) + m * a.n * bytes, type}, 0, a.n);
 }
 
 }  // namespace lowbit::cpu
