@@ -147,7 +147,7 @@ def _sizes(raw: bytes, draw: random.Random) -> bytes:
         begin += size
         out[key] = value
     out["__metadata__"]["lowbit"] = json.dumps(header)
-    return join(out, (data * (begin // max(len(data), 1) + 1))[:begin] if begin < 1 << 20 else data)
+    return join(out, (data * (begin // max(len(data), 1) + 1))[:begin] if 0 <= begin < 1 << 20 else data)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
