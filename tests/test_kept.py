@@ -276,7 +276,9 @@ def test_a_configuration_goes_through_json_a_dict_and_a_folder(tmp_path):
 def test_names_that_mean_nothing_are_refused(tmp_path):
     kind = transformers.LlamaForCausalLM
     kind(transformers.LlamaConfig(**GROUPED)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"'lmhead' is to be kept and names no module of the model; the nearest are lm_head"):
+    with pytest.raises(
+        ValueError, match=r"'lmhead' is to be kept and names no module or parameter of the model; the nearest are lm_head"
+    ):
         kind.from_pretrained(tmp_path, quantization_config=Config("int4", modules_to_not_convert=["lmhead"]))
     with pytest.raises(ValueError, match=r"'\(' in what is kept is neither a name nor a regular expression"):
         Config("int4", modules_to_not_convert=["("])

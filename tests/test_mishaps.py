@@ -129,7 +129,8 @@ def test_a_model_without_a_tokenizer(without_tokenizer: Path, capsys: pytest.Cap
     out = without_tokenizer / "out"
     assert run(["quantize", str(without_tokenizer), "--recipe", "int8", "-o", str(out)]) == 0
     assert "no tokenizer beside the weights" in capsys.readouterr().err
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+    files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == files
 
 
 @pytest.mark.parametrize("name", ["fifo", "device"])
