@@ -14,6 +14,7 @@ from torch import nn
 from lowbit_kernels import epilogues, registry
 from lowbit_kernels.ops import call_for
 
+from .algorithms import ROUNDERS
 from .embedding import QEmbedding
 from .environment import usable_device
 from .layers import Layer, find_layers, tied_groups
@@ -230,9 +231,22 @@ def _decide(layer: Layer, recipe: Recipe, counts: dict[str, int], filter_fn: Fil
         return None, f"{layer.stays}: {BY_NAME}"
     if filter_fn is not None and not filter_fn(layer.module, layer.name):
         return None, "filter_fn leaves it"
-    if layer.is_parameter and rule.target.activation is not None:
-        return rule.target.replace(activation=None, activation_scale="token"), WEIGHT_ALONE
-    return rule.target, ""
+    return _of_parameter(rule.target, recipe) if layer.is_parameter else (rule.target, "")
+
+
+def _of_parameter(target: Target, recipe: Recipe) -> tuple[Target, str]:
+    """What becomes of a parameter in a module that stays, of whose inputs nobody takes statistics, and what is other for it."""
+    reasons = []
+    if target.activation is not None:
+        target = target.replace(activation=None, activation_scale="token")
+        reasons.append(WEIGHT_ALONE)
+    if ROUNDERS[target.rounder].needs_statistics:
+        reasons.append(f"{target.rounder} needs statistics, which are taken of linear layers: rounded to nearest, scales=mse")
+        target = target.replace(rounder="rtn", options=(), scales="mse")
+    blockwise = [rewrite.name for rewrite in recipe.rewrites if rewrite.method.kind == "block"]
+    if blockwise:
+        reasons.append(f"{' and '.join(blockwise)} leaves what it reads as it is")
+    return target, "; ".join(reasons)
 
 
 def _stay_with_ties(

@@ -303,3 +303,42 @@ def test_copies_casts_pickles_and_states_keep_experts(name: str, tmp_path: Path)
         assert p.dtype == torch.bfloat16
         assert torch.equal(p.dequantize(torch.float32), model.get_parameter(n).dequantize())
     assert logits(narrow).isfinite().all()
+
+
+# ---- methods -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["gptq(int4)", "awq(int4)", "clip(int4)", "hqq(int4)"])
+def test_methods_that_look_at_data_give_way_for_experts_and_the_plan_says_so(recipe: str) -> None:
+    model = build("gpt_oss")
+    expected = {n: p.detach().clone() for n, p in experts_of(model).items()}
+    ids = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(6))
+    planned = [layer for layer in lowbit.plan(model, recipe).changed if layer.kind == "experts"]
+    done = [layer for layer in quantize_(model, recipe, calibration=ids).changed if layer.kind == "experts"]
+    assert planned == done
+    for layer in done:
+        assert layer.target is not None
+        assert any("rounded without" in note for note in layer.notes)
+        if layer.target.rounder == "rtn" and "awq" not in recipe:
+            assert "needs statistics" in layer.reason
+            w = expected[layer.name].transpose(1, 2)
+            assert torch.equal(model.get_parameter(layer.name).transpose(1, 2), QTensor.quantize(w, "int4", method="mse"))
+        assert ("leaves what it reads as it is" in layer.reason) == ("awq" in recipe)
+
+
+def test_sensitivity_leaves_the_model_as_it_was_and_doctor_takes_experts_for_no_bug() -> None:
+    model = build("mixtral")
+    held = {n: (p, p.detach().clone()) for n, p in model.named_parameters()}
+    ids = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(6))
+    found = lowbit.sensitivity(model, ids, ["int4", "int8"])
+    assert all(p is held[n][0] and torch.equal(p, held[n][1]) for n, p in model.named_parameters())
+    experts = {n for n in held if n.endswith(("gate_up_proj", "down_proj"))}
+    costs = {layer.names[0]: layer for layer in found.layers}
+    assert experts <= costs.keys()
+    for n in experts:
+        assert costs[n].weights == held[n][0].numel()
+        assert costs[n].costs["int4"].kl is not None
+    quantized = copy.deepcopy(model)
+    quantize_(quantized, lowbit.allocate(found, bits=6.0, by="kl"))
+    assert isinstance(experts_of(quantized)["model.layers.0.mlp.experts.down_proj"], QTensor)
+    assert [f for f in lowbit.doctor(quantized, model, ids).findings if "experts" in f.layer] == []

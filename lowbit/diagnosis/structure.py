@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Layer, find_layers, tied_groups
+from ..tensor import QTensor
 from ..weight import QuantizedModule
 from .report import Finding
 
@@ -77,6 +78,7 @@ def parameters(quantized: nn.Module, original: nn.Module) -> Iterator[Finding]:
     before = dict(original.named_parameters(remove_duplicate=False)) | dict(original.named_buffers(remove_duplicate=False))
     after = dict(quantized.named_parameters(remove_duplicate=False)) | dict(quantized.named_buffers(remove_duplicate=False))
     kept = {name: value for name, value in after.items() if name.rpartition(".")[0] not in inside}
+    kept = {name: value for name, value in kept.items() if not isinstance(value, QTensor)}  # experts are quantized
     other = [name for name, value in kept.items() if name in before and not _same(before[name], value)]
     if other:
         more = f", and so are {len(other) - 1} more" if other[1:] else ""

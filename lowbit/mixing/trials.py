@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -87,6 +88,9 @@ def sensitivity(
     return Sensitivity(targets, trials.costs(), tokens, (*remarked, *calibrator.notes))
 
 
+_Held = nn.Module | nn.Parameter
+
+
 class _Trials(Replacement):
     """Rounds each layer under every scheme, and leaves it in its place."""
 
@@ -117,15 +121,15 @@ class _Trials(Replacement):
         order = [i, *(j for j in self._group(i) if j != i)]  # the one with data decides
         layers = [self._layers[j] for j in order]
         replacement = Replacement(self._model, [self._plans[name][j] for j in order], list(layers))
+        floats = [_held(self._model, layer) for layer in layers]
         try:
             replacement.carry_out(0, statistics, calibrated)
             for place in range(1, len(order)):
                 replacement.carry_out(place)
-            modules = [self._model.get_submodule(layer.name) for layer in layers]
+            tried = [_held(self._model, layer) for layer in layers]
         finally:
-            for layer in layers:
-                replace_module(self._model, layer.names, layer.module)
-        return _Trial(layers, modules, replacement.entries[0].loss)
+            _put(self._model, layers, floats)
+        return _Trial(layers, floats, tried, replacement.entries[0].loss)
 
     def compare(self, batches: Sequence[Batch]) -> int:
         """Find the divergence of each trial; gives the tokens that were compared."""
@@ -146,10 +150,13 @@ class _Trials(Replacement):
         """Of every layer, in the order of the model."""
         found = []
         for i in sorted(self._tried):
-            n, k = self.entries[i].shape
+            *lead, n, k = self.entries[i].shape
+            matrices = math.prod(lead)
             names = tuple(name for j in self._group(i) for name in self.entries[j].names)
-            costs = {name: Cost(_bits(self._target(name, i), n, k), t.error, t.kl) for name, t in self._tried[i].items()}
-            found.append(LayerCosts(names, (n, k), costs))
+            costs = {
+                name: Cost(matrices * _bits(self._target(name, i), n, k), t.error, t.kl) for name, t in self._tried[i].items()
+            }
+            found.append(LayerCosts(names, (matrices * n, k), costs))
         return tuple(found)
 
     def _target(self, name: str, i: int) -> Target:
@@ -159,10 +166,10 @@ class _Trials(Replacement):
 
 
 class _Trial:
-    """``modules`` in the places of ``layers``, and what they cost."""
+    """What is ``tried`` in the places of ``layers``, which hold ``floats``, and what it costs."""
 
-    def __init__(self, layers: Sequence[Layer], modules: Sequence[nn.Module], error: float | None) -> None:
-        self._layers, self._modules = layers, modules
+    def __init__(self, layers: Sequence[Layer], floats: Sequence[_Held], tried: Sequence[_Held], error: float | None) -> None:
+        self._layers, self._floats, self._tried = layers, floats, tried
         self.error, self.kl = error, None
 
     kl: float | None
@@ -171,12 +178,25 @@ class _Trial:
     def within(self, model: nn.Module) -> Iterator[None]:
         """Within the block the model is quantized here."""
         try:
-            for layer, module in zip(self._layers, self._modules, strict=True):
-                replace_module(model, layer.names, module)
+            _put(model, self._layers, self._tried)
             yield
         finally:
-            for layer in self._layers:
-                replace_module(model, layer.names, layer.module)
+            _put(model, self._layers, self._floats)
+
+
+def _held(model: nn.Module, layer: Layer) -> _Held:
+    """The module of ``layer`` as it is in ``model``, or its parameter, where that is quantized in a module that stays."""
+    if layer.is_parameter:
+        return layer.module.get_parameter(layer.attribute)
+    return model.get_submodule(layer.name)
+
+
+def _put(model: nn.Module, layers: Sequence[Layer], what: Sequence[_Held]) -> None:
+    for layer, held in zip(layers, what, strict=True):
+        if isinstance(held, nn.Module):
+            replace_module(model, layer.names, held)
+        else:
+            layer.module._parameters[layer.attribute] = held
 
 
 def _bits(target: Target, n: int, k: int) -> int:
