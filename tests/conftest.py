@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which no test file does before this
+
+hypothesis.settings.register_profile("lowbit", deadline=None)  # how long an example takes depends on who else is at work
+hypothesis.settings.load_profile("lowbit")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,10 +70,12 @@ class Shared:
         made = self.sharded(scheme)
         wanted = sum((q.nbytes - (4 if q.outer is not None else 0)) // 2 for q in whole)
         before = _bytes_of_codes()
-        for _ in range(2):
+        more = []
+        for _ in range(4):  # what a step still holds while gloo's threads end it is gone after another
             made(X).sum().backward()
+            more.append(_bytes_of_codes() - before)
         assert sum(q.nbytes - (4 if q.outer is not None else 0) for q in quantized(made)) == wanted
-        return float(_bytes_of_codes() - before)
+        return float(min(more))
 
     def saved_by_two(self, scheme: str) -> float:
         made, other = self.sharded(scheme), self.sharded(scheme, seed=1)
