@@ -135,8 +135,9 @@ def _sizes(raw: bytes, draw: random.Random) -> bytes:
     entry["shape"] = [draw.choice((*ROWS, 1 << 40)), draw.choice((*COLUMNS, 1 << 40, 1 << 62))]
     entry["group_size"] = draw.choice((-1, 1, 2, 7, 16, 32, 48, 64, 1 << 31, 1 << 40, 1 << 60, (1 << 63) - 1))
     fields = {name: entry[name] for name in ("format", "group_size", "zero_point", "scale", "outer")}
-    parts = Entry(entry["kind"], Scheme(**fields), tuple(entry["shape"]), torch.float32).parts()
-    shapes = {f"{name}.{part}": list(spec.shape) for part, spec in parts.items()} | {f"{name}.bias": entry["shape"][:1]}
+    weight = Entry(entry["kind"], Scheme(**fields), tuple(entry["shape"]), torch.float32)
+    names = weight.names(name)
+    shapes = {names[part]: list(spec.shape) for part, spec in weight.parts().items()} | {f"{name}.bias": entry["shape"][:1]}
     bits, begin, out = {"F16": 16, "BF16": 16, "F32": 32, "F64": 64, "U8": 8}, 0, {"__metadata__": entries.pop("__metadata__")}
     for key, value in sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0]):
         size = value["data_offsets"][1] - value["data_offsets"][0]
