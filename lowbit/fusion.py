@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowbit_kernels.layouts import LAYOUTS
 
 from .ambient import isolated
+from .decoder import fuse_decoders_
 from .fused import Fused, Scope
 from .linear import QLinear
 from .tensor import QTensor
@@ -41,6 +42,12 @@ def fuse_(model: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
     ``inference_mode``, which have no version (use ``no_grad``), except within ``torch.compile``; and there with a fixed
     ``input_scale``. Eager layers on a CPU are never multiplied at once: that takes as long as their own products do.
 
+    On a CPU a decoder layer of Llama, Qwen2, Qwen3 or Mistral, or of another model that runs the same code, steps as one call where
+    its products go by digits: up to 16 tokens behind others of a dynamic or a static cache, without gradients, with ``sdpa``
+    attention. It rounds where the modules round, and sums norms and attention in another order. Hooks within the layer, modules
+    or weights that were exchanged, other caches, other attention and whatever looks at operators have its modules run, as before;
+    ``lowbit.trace_kernels`` shows both, and why. A copy of the model runs its modules until it is fused itself.
+
     Versions count what torch writes to ``x``. They do not count what is written by ``x.data``, or to its memory by kernels that
     torch knows nothing of: between two layers' calls within one forward call that is missed.
     """
@@ -55,6 +62,7 @@ def fuse_(model: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
         if (scope := _innermost(calls)) is not None:
             Fused(layers, Scope.of(scope))
             found.append(tuple(names[layer] for layer in layers))
+    fuse_decoders_(model)
     return found
 
 

@@ -28,7 +28,9 @@ __all__ = [
     "Receipt",
     "Trace",
     "explain",
+    "is_strict",
     "kernels",
+    "note",
     "preferred_layout",
     "register",
     "select",
@@ -343,6 +345,17 @@ def trace() -> Iterator[Trace]:
     finally:
         _traces.reset(token)
         watched.reset(seen)
+
+
+def note(op: str, kernel: str, contract: str, scheme: str, dtype: torch.dtype, device: str, m: int, n: int, k: int) -> None:
+    """Note in the open traces what ran past :func:`run`: several operators at once."""
+    for record in _traces.get():
+        record.counts[Receipt(op, kernel, contract, scheme, str(dtype).removeprefix("torch."), device, m, n, k)] += 1
+
+
+def is_strict() -> bool:
+    """Whether :func:`strict` is open here, which has to see each operator."""
+    return _strict.get() is not None
 
 
 def run(call: Call, *args: Any) -> Any:

@@ -56,6 +56,7 @@ RULES: dict[str, tuple[str, ...]] = {
             "lowbit.tensor_arithmetic", "lowbit.tensor_scaling", "lowbit.tensor_shards", "lowbit.routed", "lowbit.experts",
             "lowbit.sharding", "lowbit.pickling",
             "lowbit.weight", "lowbit.linear", "lowbit.fusion", "lowbit.fused", "lowbit.tokens", "lowbit.embedding",
+            "lowbit.decoder", "lowbit.decoder.*",
             "lowbit.extras", "lowbit.registration",
             "lowbit.equivalence", "lowbit.layers",
             "lowbit.calibration", "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",

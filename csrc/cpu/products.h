@@ -61,10 +61,8 @@ bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* gro
       [&](const Turn& turn) { return plan.kernels->digits(a, how, of_x, turn); }, finish);
 }
 
-// The same of an interleaved weight.
-template <typename Finish>
-bool multiply_interleaved(const Linear& a, const DigitsPlan& plan, const Numbers& x, const float* given, bool* without,
-                          const Finish& finish) {
+// The runs of a row of an interleaved weight.
+inline std::vector<Run> runs_of(const Linear& a) {
   std::vector<Run> runs;
   const int64_t most = most_columns_of_run(a.bits), columns = columns_of_unit(a.bits);
   for (int64_t at = 0, begin = 0; at < a.k;) {
@@ -75,6 +73,14 @@ bool multiply_interleaved(const Linear& a, const DigitsPlan& plan, const Numbers
     at = past;
     if (ends) begin = at;
   }
+  return runs;
+}
+
+// The same of an interleaved weight.
+template <typename Finish>
+bool multiply_interleaved(const Linear& a, const DigitsPlan& plan, const Numbers& x, const float* given, bool* without,
+                          const Finish& finish) {
+  const std::vector<Run> runs = runs_of(a);
   const int64_t count = static_cast<int64_t>(runs.size()), digits = in_lines(a.m * a.k * plan.size);
   const int64_t sums = in_lines(a.m * count * plan.count * 4);
   const auto room = lines_of<int8_t>(digits + sums + a.m * plan.slices * 4);

@@ -1,0 +1,276 @@
+// A step of few tokens through a decoder layer (norm, query, key and value, attention over kept places, output, norm, gate and up,
+// down) on one team of threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "decoder.h"
+#include "prepared.h"
+#include "products.h"
+#include "team.h"
+
+namespace lowbit::cpu {
+
+enum Layer { query, key, value, output, gate, up, down, layers };
+
+// What is between products, for each instruction set.
+struct DecoderKernels {
+  decltype(&portable::normalize) normalize;
+  decltype(&portable::attend) attend;
+  decltype(&portable::activate) activate;
+  decltype(&portable::add) add;
+};
+
+inline const DecoderKernels& decoder_kernels(const InstructionSet& set) {
+  static const DecoderKernels plain = {portable::normalize, portable::attend, portable::activate, portable::add};
+#if defined(__x86_64__)
+  static const DecoderKernels avx2_ = {avx2::normalize, avx2::attend, avx2::activate, avx2::add};
+  static const DecoderKernels avx512_ = {avx512::normalize, avx512::attend, avx512::activate, avx512::add};
+  if (!std::strcmp(set.name, "avx512")) return avx512_;
+  if (!std::strcmp(set.name, "avx2")) return avx2_;
+#endif
+  return plain;
+}
+
+// x of one product, or of several that read it, as digits.
+class Rounding {
+ public:
+  Rounding(const Prepared& p, int64_t m) : p_(&p), a_(p.weight()), without_(new bool[m]()) {
+    a_.m = m;
+    const DigitsPlan& plan = p.plan;
+    int64_t digits, sums;
+    if (a_.interleaved) {
+      runs_ = runs_of(a_);
+      digits = in_lines(m * a_.k * plan.size), sums = in_lines(m * static_cast<int64_t>(runs_.size()) * plan.count * 4);
+    } else {
+      digits = in_lines(plan.steps * m * plan.size * plan.columns), sums = in_lines(plan.steps * m * plan.kernels->lanes * 4);
+    }
+    room_ = lines_of<int8_t>(digits + sums + m * plan.slices * 4);
+    int32_t* const sums_at = reinterpret_cast<int32_t*>(room_.get() + digits);
+    float* const scale_at = reinterpret_cast<float*>(room_.get() + digits + sums);
+    if (a_.interleaved) {
+      of_units_ = {plan.count, p.given, static_cast<int64_t>(runs_.size()), runs_.data(), room_.get(), sums_at, scale_at, without_.get()};
+    } else {
+      const int32_t* groups = p.steps();
+      of_x_ = {plan.count, p.given, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.in_quarters,
+               room_.get(), sums_at, scale_at, without_.get()};
+    }
+  }
+
+  // Whether the same digits serve another weight.
+  bool serves(const Prepared& other) const {
+    const Linear &a = p_->a, &b = other.a;
+    return a.bits == b.bits && a.k == b.k && a.group == b.group && a.interleaved == b.interleaved && !a.zero_point.data == !b.zero_point.data &&
+           p_->given == other.given && p_->plan.count == other.plan.count && p_->plan.offset == other.plan.offset;
+  }
+
+  // False where row m has no digits.
+  bool take(const Numbers& x, int64_t m) const {
+    const Bytewise how = p_->plan.bytewise();
+    if (a_.interleaved) p_->plan.kernels->take_units(a_, how, x, of_units_, m, m + 1);
+    else p_->plan.kernels->take_digits(a_, how, x, of_x_, m, m + 1);
+    return !without_[m];
+  }
+
+  // The sums of some rows of a weight that it serves, in a.y; false where they might not hold.
+  bool multiply(const Prepared& p, const Linear& a, int64_t begin, int64_t end) const {
+    const Bytewise how = p.plan.bytewise();
+    const Turn turn = {begin, end, end};
+    if (!a.interleaved) return p.plan.kernels->digits(a, how, of_x_, turn);
+    p.plan.kernels->interleaved(a, how, of_units_, turn);
+    return true;
+  }
+
+ private:
+  const Prepared* p_;
+  Linear a_;
+  std::unique_ptr<bool[]> without_;
+  std::vector<Run> runs_;
+  std::unique_ptr<int8_t[], Freed> room_;
+  DigitsOfUnits of_units_ = {};
+  DigitsOfX of_x_ = {};
+};
+
+// One step: x [m, hidden] to y.
+class Step {
+ public:
+  struct Given {
+    const Prepared* products[layers];
+    Norm before_attention, before_gate;
+    Attention attention;  // without query, key, value and y
+    int64_t batch;
+    const void* x;
+    void* y;
+  };
+
+  Step(const Given& given, const InstructionSet& set)
+      : of_(given), set_(set), kernels_(decoder_kernels(set)), m_(given.batch * given.attention.tokens), type_(given.attention.type),
+        bytes_(type_ == Stored::float32 ? 4 : 2), threads_(torch::stable::get_num_threads()) {
+    int64_t sums = 0, numbers = 0;
+    for (int i = 0; i < layers; i++) {
+      const Prepared& p = *of_.products[i];
+      linear_[i] = p.weight(), linear_[i].m = m_;
+      sums += in_lines(m_ * p.a.n * 4) / 4, numbers += in_lines(m_ * p.a.n * bytes_);
+    }
+    hidden_ = linear_[query].k;
+    numbers += in_lines(m_ * hidden_ * bytes_) + in_lines(m_ * linear_[output].k * bytes_) + in_lines(m_ * linear_[down].k * bytes_);
+    sums_ = lines_of<float>(sums), numbers_ = lines_of<char>(numbers);
+    float* at = sums_.get();
+    char* to = numbers_.get();
+    const auto part = [&](int64_t count) {
+      char* const begin = to;
+      to += in_lines(m_ * count * bytes_);
+      return begin;
+    };
+    for (int i = 0; i < layers; i++) {
+      linear_[i].y = at, at += in_lines(m_ * linear_[i].n * 4) / 4;
+      made_[i] = i == down ? static_cast<char*>(of_.y) : part(linear_[i].n);
+    }
+    normed_ = part(hidden_), attended_ = part(linear_[output].k), active_ = part(linear_[down].k);
+    of_.attention.query = made_[query], of_.attention.key = made_[key], of_.attention.value = made_[value];
+    of_.attention.y = attended_;
+    const Heads& heads = of_.attention.heads;
+    const int64_t shared = heads.queries / heads.keys, own = of_.batch * heads.keys;
+    const int64_t parts = own % threads_ == 0 ? 1 : std::min(shared, (2 * threads_ + own - 1) / own);
+    at_once_ = (shared + parts - 1) / parts;
+    room_each_ = in_lines(room_of_attention(of_.attention, at_once_) * 4) / 4;
+    room_ = lines_of<float>(threads_ * room_each_);
+    for (int i = 0; i < layers; i++) {
+      const bool reads_the_same = i == key || i == value || i == up;
+      if (reads_the_same && roundings_.back()->serves(*of_.products[i])) rounding_[i] = roundings_.back().get();
+      else roundings_.push_back(std::make_unique<Rounding>(*of_.products[i], m_)), rounding_[i] = roundings_.back().get();
+    }
+  }
+
+  // False where a product cannot be had by digits: y means nothing then.
+  bool run() {
+    as_team(threads_, [&](int64_t member) { go(member); });
+    return good_;
+  }
+
+ private:
+  static constexpr int64_t rows_of_task = 2 * rows_together;  // two blocks take turns
+
+  void go(int64_t member) {
+    product({query, key, value}, &of_.before_attention, static_cast<const char*>(of_.x), phases_[0], phases_[1], [](int, int64_t, int64_t) {});
+    attend(member);
+    const auto added_to = [this](const void* residual) {
+      return [this, residual](int i, int64_t begin, int64_t end) {
+        for (int64_t m = 0; m < m_; m++)
+          kernels_.add(type_, static_cast<const char*>(residual) + (m * hidden_ + begin) * bytes_, end - begin, made_[i] + (m * hidden_ + begin) * bytes_);
+      };
+    };
+    product({output}, nullptr, attended_, phases_[3], phases_[4], added_to(of_.x));
+    gate_and_up();
+    product({down}, nullptr, active_, phases_[7], phases_[8], added_to(made_[output]));
+  }
+
+  // Row m of x as digits for some layers, after the norm.
+  void take(std::initializer_list<int> of, const Norm* norm, const char* x, int64_t m) {
+    if (!good_) return;
+    const int64_t k = linear_[*of.begin()].k;
+    if (norm) kernels_.normalize(*norm, type_, x + m * k * bytes_, k, normed_ + m * k * bytes_), x = normed_;
+    Numbers numbers;
+    numbers.data = x, numbers.stride = k, numbers.stored = type_;
+    const Rounding* before = nullptr;
+    for (int i : of) {
+      if (rounding_[i] != before && !rounding_[i]->take(numbers, m)) good_ = false;
+      before = rounding_[i];
+    }
+  }
+
+  // Rows begin .. end - 1 of a layer's weight times all rows of x, with the bias, rounded.
+  void multiply(int i, int64_t begin, int64_t end) {
+    const Prepared& p = *of_.products[i];
+    if (!rounding_[i]->multiply(p, linear_[i], begin, end)) good_ = false;
+    set_.finish(linear_[i], {p.bias.data ? &p.bias : nullptr, nullptr, made_[i], type_}, begin, end);
+  }
+
+  static int64_t tasks_of(const Linear& a) { return (a.n + rows_of_task - 1) / rows_of_task; }
+  static int64_t least_of(const Linear& a) { return (1 << 16) / (rows_of_task * a.k) + 1; }
+
+  static void fetch_first(const Linear& a, int64_t task) {
+    constexpr int64_t early = 16 << 10, line = 64;
+    const uint8_t* const first = a.packed + task * rows_of_task * a.packed_stride;
+    const int64_t bytes = std::min(early, (a.n - task * rows_of_task) * a.packed_stride);
+    for (int64_t at = 0; at < bytes; at += line) __builtin_prefetch(first + at, 0, 2);
+  }
+
+  // Layers that read x, one behind the other; `then(layer, begin, end)` is called when rows of it are done.
+  template <typename Then>
+  void product(std::initializer_list<int> of, const Norm* norm, const char* x, Phase& rounds, Phase& multiplies, const Then& then) {
+    int64_t tasks = 0;
+    for (int i : of) tasks += tasks_of(linear_[i]);
+    // Calls `with(layer, first task, past)` for what lies between two tasks.
+    const auto split = [&](int64_t at, int64_t past, const auto& with) {
+      for (int i : of) {
+        const int64_t own = tasks_of(linear_[i]);
+        if (at < own && past > 0) with(i, std::max<int64_t>(at, 0), std::min(past, own));
+        at -= own, past -= own;
+      }
+    };
+    const auto begin_with = [&](int64_t first) {
+      split(first, first + 1, [&](int i, int64_t at, int64_t) { fetch_first(linear_[i], at); });
+      rounds.each(m_, [&](int64_t m) { take(of, norm, x, m); });
+    };
+    multiplies.turns(tasks, least_of(linear_[*of.begin()]), threads_, begin_with, [&](int64_t at, int64_t past) {
+      if (!good_) return;
+      split(at, past, [&](int i, int64_t first, int64_t end) {
+        const int64_t begin_row = first * rows_of_task, end_row = std::min(end * rows_of_task, linear_[i].n);
+        multiply(i, begin_row, end_row);
+        then(i, begin_row, end_row);
+      });
+    });
+  }
+
+  // The same rows of both, and what they make together.
+  void gate_and_up() {
+    const Linear &a = linear_[gate], &b = linear_[up];
+    const auto begin_with = [&](int64_t first) {
+      if (first < tasks_of(a)) fetch_first(a, first), fetch_first(b, first);
+      phases_[5].each(m_, [&](int64_t m) { take({gate, up}, &of_.before_gate, made_[output], m); });
+    };
+    phases_[6].turns(tasks_of(a), least_of(a), threads_, begin_with, [&](int64_t at, int64_t past) {
+      if (!good_) return;
+      const int64_t begin = at * rows_of_task, end = std::min(past * rows_of_task, a.n);
+      multiply(gate, begin, end);
+      multiply(up, begin, end);
+      for (int64_t m = 0; m < m_; m++) {
+        const int64_t from = (m * a.n + begin) * bytes_;
+        kernels_.activate(type_, made_[gate] + from, made_[up] + from, end - begin, active_ + from);
+      }
+    });
+  }
+
+  void attend(int64_t member) {
+    const Heads& heads = of_.attention.heads;
+    const int64_t shared = heads.queries / heads.keys, parts = (shared + at_once_ - 1) / at_once_;
+    phases_[2].each(of_.batch * heads.keys * parts, [&](int64_t item) {
+      if (!good_) return;
+      const int64_t part = item % parts, head = item / parts % heads.keys, first = part * at_once_;
+      kernels_.attend(of_.attention, item / parts / heads.keys, head, head * shared + first, std::min(at_once_, shared - first), part == 0,
+                      room_.get() + member * room_each_);
+    });
+  }
+
+  Given of_;
+  const InstructionSet& set_;
+  const DecoderKernels& kernels_;
+  const int64_t m_;
+  const Stored type_;
+  const int64_t bytes_, threads_;
+  int64_t hidden_, at_once_, room_each_;
+  Linear linear_[layers];
+  std::vector<std::unique_ptr<Rounding>> roundings_;
+  const Rounding* rounding_[layers];
+  std::unique_ptr<float[], Freed> sums_, room_;
+  std::unique_ptr<char[], Freed> numbers_;
+  char *made_[layers], *normed_, *attended_, *active_;
+  std::atomic<bool> good_{true};
+  Phase phases_[9];
+};
+
+}  // namespace lowbit::cpu

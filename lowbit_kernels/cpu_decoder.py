@@ -1,0 +1,145 @@
+"""A step of few tokens through a whole decoder layer on a CPU: its products by digits, and what lies between them, in one call.
+
+Each product is one of the rows of :mod:`.cpu` and :mod:`.cpu_interleaved`, and everything between them is rounded to the dtype of
+``x`` where torch's modules round it, so that a step differs from those in the order of its sums alone: norms and attention in
+float32. :func:`reference_step` says the same in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowbit.scheme import Scheme
+
+from .bound import direct
+from .cpu import available, told
+from .registry import Kernel
+
+__all__ = ["LARGEST_HEAD", "Layer", "Product", "available", "prepared", "reference_step", "step"]
+
+LARGEST_HEAD = 256
+# (digits of x, whether the weight is interleaved) of the rows that a step multiplies with.
+_ROWS = {
+    "cpu_two_digits": (2, False),
+    "cpu_digits": (3, False),
+    "cpu_int8_activations": (1, False),
+    "cpu_interleaved_two_digits": (2, True),
+    "cpu_interleaved_digits": (3, True),
+    "cpu_interleaved_int8_activations": (1, True),
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A weight [N, K] in the parts that operators take, with its ``bias`` and the fixed scale of its ``x``."""
+
+    packed: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    outer: Tensor | None
+    bias: Tensor | None
+    scheme: Scheme
+    k: int
+    input_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The seven products (query, key, value, output, gate, up, down), the weights of the norms (before attention, before gate,
+    and of each head's query and key where they have some) with their ``eps``, the heads and what scores are multiplied by."""
+
+    products: tuple[Product, ...]
+    norms: tuple[Tensor, ...]
+    eps: tuple[float, ...]
+    heads: int
+    key_heads: int
+    head_size: int
+    scaling: float
+
+
+def prepared(layer: Layer, kernels: Sequence[Kernel]) -> tuple[Tensor, ...] | None:
+    """``layer`` as :func:`step` takes it, behind what has to be kept with it; None where one of ``kernels``, which the products
+    run on, is not by digits, or a weight cannot be read where it lies."""
+    made = []
+    for product, kernel in zip(layer.products, kernels, strict=True):
+        if kernel.name not in _ROWS:
+            return None
+        digits, interleaved = _ROWS[kernel.name]
+        parts = (product.packed, product.scale, product.zero_point, product.outer, product.bias)
+        x = torch.empty(0, product.k, dtype=layer.norms[0].dtype)
+        made.append(
+            torch.ops.lowbit_cpu.digits_prepared(x, *parts, *told(product.scheme), digits, product.input_scale, interleaved)
+        )
+        if not made[-1].numel():
+            return None
+    whole = torch.ops.lowbit_cpu.decoder_prepared(
+        made, layer.norms, layer.eps, layer.heads, layer.key_heads, layer.head_size, layer.scaling
+    )
+    return *made, whole
+
+
+def step(
+    x: Tensor,
+    layer: Tensor,
+    turns: tuple[Tensor, Tensor],
+    kept: tuple[Tensor, Tensor],
+    past: int,
+    places: int,
+    mask: Tensor | None,
+) -> Tensor | None:
+    """``x`` [B, T, K] through ``layer``; None where some of x has no digits (NaN, infinity).
+
+    ``turns``: cosines and sines [B or 1, T, D]. ``kept``: keys and values [B, H, P, D], in which those of ``x`` are written from
+    place ``past`` on, and whose first ``places`` are looked at, as far as ``mask`` [B or 1, 1, T or 1, places] lets them be."""
+    y: Tensor = direct(torch.ops.lowbit_cpu.decoder_step.default)(x, layer, *turns, *kept, past, places, mask)
+    return y if y.dim() == 3 else None
+
+
+# ---- the same in torch ---------------------------------------------------------------------------------------------
+
+
+def reference_step(
+    x: Tensor,
+    layer: Layer,
+    weights: Sequence[Tensor],
+    turns: tuple[Tensor, Tensor],
+    kept: tuple[Tensor, Tensor],
+    past: int,
+    places: int,
+    mask: Tensor | None,
+) -> Tensor:
+    """:func:`step` in the dtype of ``x``, of any, with ``weights`` [N, K] in place of those of ``layer``'s products."""
+    biases = [None if product.bias is None else product.bias.to(x.dtype) for product in layer.products]
+    norms = [norm.to(x.dtype) for norm in layer.norms]
+    batch, tokens, _ = x.shape
+
+    def multiplied(i: int, of: Tensor) -> Tensor:
+        return F.linear(of, weights[i], biases[i])
+
+    def normed(i: int, of: Tensor) -> Tensor:
+        wide = of if of.dtype == torch.float64 else of.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + layer.eps[i])).to(of.dtype) * norms[i]
+
+    def headed(i: int, of: Tensor, norm: int | None) -> Tensor:
+        y = multiplied(i, of).view(batch, tokens, -1, layer.head_size)
+        return (y if norm is None or norm >= len(norms) else normed(norm, y)).transpose(1, 2)
+
+    def turned(of: Tensor) -> Tensor:
+        cos, sin = (turn.unsqueeze(1) for turn in turns)
+        first, second = of.chunk(2, -1)
+        return of * cos + torch.cat((-second, first), -1) * sin
+
+    h = normed(0, x)
+    q, k, v = turned(headed(0, h, 2)), turned(headed(1, h, 3)), headed(2, h, None)
+    for of, new in zip(kept, (k, v), strict=True):
+        of[:, :, past : past + tokens] = new
+    keys, values = (of[:, :, :places].repeat_interleave(layer.heads // layer.key_heads, 1) for of in kept)
+    y = F.scaled_dot_product_attention(q, keys, values, mask, scale=layer.scaling)
+    x = x + multiplied(3, y.transpose(1, 2).reshape(batch, tokens, -1))
+    h = normed(1, x)
+    return x + multiplied(6, F.silu(multiplied(4, h)) * multiplied(5, h))
