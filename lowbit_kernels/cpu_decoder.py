@@ -17,7 +17,8 @@ from torch import Tensor
 from lowbit.scheme import Scheme
 
 from .bound import direct
-from .cpu import available, told
+from .cpu import available as library_available
+from .cpu import told
 from .registry import Kernel
 
 __all__ = ["LARGEST_HEAD", "Layer", "Product", "available", "prepared", "reference_step", "step"]
@@ -32,6 +33,13 @@ _ROWS = {
     "cpu_interleaved_digits": (3, True),
     "cpu_interleaved_int8_activations": (1, True),
 }
+
+
+def available() -> str | None:
+    """Why the C++ library has no such step, with the remedy; None if it has."""
+    if (missing := library_available()) is not None:
+        return missing
+    return None if hasattr(torch.ops.lowbit_cpu, "decoder_step") else "the C++ library is older than this package: build it again"
 
 
 @dataclass(frozen=True)
