@@ -99,13 +99,15 @@ def step(
     past: int,
     places: int,
     mask: Tensor | None,
-) -> Tensor | None:
-    """``x`` [B, T, K] through ``layer``; None where some of x has no digits (NaN, infinity).
+) -> Tensor | str:
+    """``x`` [B, T, K] through ``layer``; or why not: numbers without digits (NaN, infinity), or tensors that do not fit.
 
     ``turns``: cosines and sines [B or 1, T, D]. ``kept``: keys and values [B, H, P, D], in which those of ``x`` are written from
     place ``past`` on, and whose first ``places`` are looked at, as far as ``mask`` [B or 1, 1, T or 1, places] lets them be."""
     y: Tensor = direct(torch.ops.lowbit_cpu.decoder_step.default)(x, layer, *turns, *kept, past, places, mask)
-    return y if y.dim() == 3 else None
+    if (dimensions := y.dim()) == 3:
+        return y
+    return "x has no digits" if dimensions == 1 else "shapes or dtypes of a cache, a mask or position_embeddings"
 
 
 # ---- the same in torch ---------------------------------------------------------------------------------------------

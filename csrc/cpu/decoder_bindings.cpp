@@ -92,62 +92,57 @@ Tensor decoder_prepared(std::vector<Tensor> products, std::vector<Tensor> norms,
   return bytes;
 }
 
-void check_kept(const Tensor& t, const Attention& a, int64_t batch, ScalarType type, const char* name) {
-  check_on_cpu(t, name);
-  STD_TORCH_CHECK(t.dim() == 4 && t.size(0) == batch && t.size(1) == a.heads.keys && t.size(2) >= a.places && t.size(3) == a.heads.size &&
-                      t.stride(3) == 1 && t.scalar_type() == type,
-                  name, " must be of x's dtype [", batch, ", ", a.heads.keys, ", ", a.places, " or more, ", a.heads.size, "]");
+bool fits_kept(const Tensor& t, const Attention& a, int64_t batch, ScalarType type) {
+  return t.is_cpu() && t.dim() == 4 && t.size(0) == batch && t.size(1) == a.heads.keys && t.size(2) >= a.places &&
+         t.size(3) == a.heads.size && t.stride(3) == 1 && t.scalar_type() == type;
 }
 
 Kept kept_in(const Tensor& t) { return {static_cast<char*>(t.mutable_data_ptr()), t.stride(0), t.stride(1), t.stride(2)}; }
 
-void check_turns(const Tensor& t, const Attention& a, int64_t batch, ScalarType type, const char* name) {
-  check_on_cpu(t, name);
-  STD_TORCH_CHECK(t.dim() == 3 && (t.size(0) == 1 || t.size(0) == batch) && t.size(1) == a.tokens && t.size(2) == a.heads.size &&
-                      t.is_contiguous() && t.scalar_type() == type,
-                  name, " must be contiguous and of x's dtype [", batch, " or 1, ", a.tokens, ", ", a.heads.size, "]");
+bool fits_turns(const Tensor& t, const Attention& a, int64_t batch, ScalarType type) {
+  return t.is_cpu() && t.dim() == 3 && (t.size(0) == 1 || t.size(0) == batch) && t.size(1) == a.tokens && t.size(2) == a.heads.size &&
+         t.is_contiguous() && t.scalar_type() == type;
 }
 
-Mask mask_of(const Tensor& t, const Attention& a, int64_t batch, ScalarType type) {
-  check_on_cpu(t, "mask");
-  const bool bools = t.scalar_type() == ScalarType::Bool;
-  STD_TORCH_CHECK(t.dim() == 4 && (t.size(0) == 1 || t.size(0) == batch) && t.size(1) == 1 && (t.size(2) == 1 || t.size(2) == a.tokens) &&
-                      t.size(3) == a.places && (t.stride(3) == 1 || a.places == 1) && (bools || t.scalar_type() == type),
-                  "mask must be bool or of x's dtype [", batch, " or 1, 1, ", a.tokens, " or 1, ", a.places, "]");
-  return {t.const_data_ptr(), bools, t.size(0) == 1 ? 0 : t.stride(0), t.size(2) == 1 ? 0 : t.stride(2)};
+bool fits_mask(const Tensor& t, const Attention& a, int64_t batch, ScalarType type) {
+  return t.is_cpu() && t.dim() == 4 && (t.size(0) == 1 || t.size(0) == batch) && t.size(1) == 1 &&
+         (t.size(2) == 1 || t.size(2) == a.tokens) && t.size(3) == a.places && (t.stride(3) == 1 || a.places == 1) &&
+         (t.scalar_type() == ScalarType::Bool || t.scalar_type() == type);
 }
 
 // x [batch, tokens, hidden] through the layer: its tokens come behind `past` others and look at `places` of keys and values, in which
-// theirs are written. Nothing, where some of x has no digits or LOWBIT_CPU has changed since the layer was prepared.
+// theirs are written. A tensor of one dimension where some of x has no digits or LOWBIT_CPU has changed since the layer was prepared,
+// and one of two where tensors do not fit: the layer's modules say what is wrong with them, or compute it.
 Tensor decoder_step(Tensor x, Tensor prepared, Tensor cos, Tensor sin, Tensor keys, Tensor values, int64_t past, int64_t places,
                     std::optional<Tensor> mask) {
-  check_on_cpu(prepared, "prepared");
   const DecoderLayer* const layer = DecoderLayer::of(prepared);
   STD_TORCH_CHECK(layer, "prepared must be what decoder_prepared returned");
-  check_on_cpu(x, "x");
   const int64_t hidden = layer->products[query]->a.k;
-  STD_TORCH_CHECK(x.dim() == 3 && x.size(2) == hidden && x.is_contiguous() && is_float(x) && numbers_of(x, "x").stored == layer->type,
-                  "x must be contiguous and of the norms' dtype [batch, tokens, ", hidden, "]");
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  if (!x.is_cpu() || x.dim() != 3 || x.size(2) != hidden || !x.is_contiguous() || !is_float(x) || numbers_of(x, "x").stored != layer->type)
+    return empty({0, 0}, dtype);
   const ScalarType type = x.scalar_type();
   Step::Given given = {};
   given.batch = x.size(0);
   Attention& a = given.attention;
   a.tokens = x.size(1), a.past = past, a.places = places;
-  STD_TORCH_CHECK(given.batch * a.tokens > 0 && given.batch * a.tokens <= most_rows_at_once, "x must have 1..", most_rows_at_once,
-                  " tokens, got ", given.batch * a.tokens);
-  STD_TORCH_CHECK(past >= 0 && places < most_of_a_size && past <= places - a.tokens, "past and places must be at least 0 and ", a.tokens,
-                  " apart, got ", past, " and ", places);
   const Norm of_query = layer->norm(2), of_key = layer->norm(3);
   a.heads = {layer->queries, layer->keys, layer->size, layer->scaling, of_query.weight.data ? &of_query : nullptr,
              of_key.weight.data ? &of_key : nullptr};
-  check_kept(keys, a, given.batch, type, "keys"), check_kept(values, a, given.batch, type, "values");
-  check_turns(cos, a, given.batch, type, "cos"), check_turns(sin, a, given.batch, type, "sin");
-  STD_TORCH_CHECK(cos.size(0) == sin.size(0), "cos and sin must be of one shape");
-  if (mask) a.mask = mask_of(*mask, a, given.batch, type);
+  const int64_t tokens = given.batch * a.tokens;
+  if (tokens < 1 || tokens > most_rows_at_once || past < 0 || places >= most_of_a_size || past > places - a.tokens ||
+      !fits_kept(keys, a, given.batch, type) || !fits_kept(values, a, given.batch, type) || !fits_turns(cos, a, given.batch, type) ||
+      !fits_turns(sin, a, given.batch, type) || cos.size(0) != sin.size(0) || (mask && !fits_mask(*mask, a, given.batch, type)))
+    return empty({0, 0}, dtype);
+  for (const Tensor* t : {&x, &cos, &sin, &keys, &values}) check_held(*t, "a tensor of a decoder's step");
+  if (mask) {
+    check_held(*mask, "mask");
+    a.mask = {mask->const_data_ptr(), mask->scalar_type() == ScalarType::Bool, mask->size(0) == 1 ? 0 : mask->stride(0),
+              mask->size(2) == 1 ? 0 : mask->stride(2)};
+  }
 
   const InstructionSet& set = instruction_set();
-  int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
   for (int i = 0; i < layers; i++) {
     given.products[i] = layer->products[i];
     if (given.products[i]->plan.kernels != set.steps) return empty({0}, dtype);
