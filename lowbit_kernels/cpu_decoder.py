@@ -1,4 +1,4 @@
-"""A step of few tokens through a whole decoder layer on a CPU: its products by digits, and what lies between them, in one call.
+"""A step of few tokens through whole decoder layers on a CPU: its products by digits, and what lies between them, in one call.
 
 Each product is one of the rows of :mod:`.cpu` and :mod:`.cpu_interleaved`, and everything between them is rounded to the dtype of
 ``x`` where torch's modules round it, so that a step differs from those in the order of its sums alone: norms and attention in
@@ -21,7 +21,7 @@ from .cpu import available as library_available
 from .cpu import told
 from .registry import Kernel
 
-__all__ = ["LARGEST_HEAD", "Layer", "Product", "available", "prepared", "reference_step", "step"]
+__all__ = ["LARGEST_HEAD", "Layer", "Product", "available", "prepared", "reference_step", "steps"]
 
 LARGEST_HEAD = 256
 # (digits of x, whether the weight is interleaved) of the rows that a step multiplies with.
@@ -39,7 +39,9 @@ def available() -> str | None:
     """Why the C++ library has no such step, with the remedy; None if it has."""
     if (missing := library_available()) is not None:
         return missing
-    return None if hasattr(torch.ops.lowbit_cpu, "decoder_step") else "the C++ library is older than this package: build it again"
+    return (
+        None if hasattr(torch.ops.lowbit_cpu, "decoder_steps") else "the C++ library is older than this package: build it again"
+    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Layer:
 
 
 def prepared(layer: Layer, kernels: Sequence[Kernel]) -> tuple[Tensor, ...] | None:
-    """``layer`` as :func:`step` takes it, behind what has to be kept with it; None where one of ``kernels``, which the products
+    """``layer`` as :func:`steps` takes it, behind what has to be kept with it; None where one of ``kernels``, which the products
     run on, is not by digits, or a weight cannot be read where it lies."""
     made = []
     for product, kernel in zip(layer.products, kernels, strict=True):
@@ -91,20 +93,22 @@ def prepared(layer: Layer, kernels: Sequence[Kernel]) -> tuple[Tensor, ...] | No
     return *made, whole
 
 
-def step(
+def steps(
     x: Tensor,
-    layer: Tensor,
+    layers: list[Tensor],
     turns: tuple[Tensor, Tensor],
-    kept: tuple[Tensor, Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
     past: int,
     places: int,
     mask: Tensor | None,
 ) -> Tensor | str:
-    """``x`` [B, T, K] through ``layer``; or why not: numbers without digits (NaN, infinity), or tensors that do not fit.
+    """``x`` [B, T, K] through ``layers``; or why not: numbers without digits (NaN, infinity), or tensors that do not fit.
 
-    ``turns``: cosines and sines [B or 1, T, D]. ``kept``: keys and values [B, H, P, D], in which those of ``x`` are written from
-    place ``past`` on, and whose first ``places`` are looked at, as far as ``mask`` [B or 1, 1, T or 1, places] lets them be."""
-    y: Tensor = direct(torch.ops.lowbit_cpu.decoder_step.default)(x, layer, *turns, *kept, past, places, mask)
+    ``turns``: cosines and sines [B or 1, T, D]. ``keys`` and ``values`` of each layer [B, H, P, D], in which those of ``x`` are
+    written from place ``past`` on, and whose first ``places`` are looked at, as far as ``mask`` [B or 1, 1, T or 1, places] lets
+    them be."""
+    y: Tensor = direct(torch.ops.lowbit_cpu.decoder_steps.default)(x, layers, *turns, keys, values, past, places, mask)
     if (dimensions := y.dim()) == 3:
         return y
     return "x has no digits" if dimensions == 1 else "shapes or dtypes of a cache, a mask or position_embeddings"
@@ -123,7 +127,7 @@ def reference_step(
     places: int,
     mask: Tensor | None,
 ) -> Tensor:
-    """:func:`step` in the dtype of ``x``, of any, with ``weights`` [N, K] in place of those of ``layer``'s products."""
+    """:func:`steps` of one layer in the dtype of ``x``, of any, with ``weights`` [N, K] instead of those of its products."""
     biases = [None if product.bias is None else product.bias.to(x.dtype) for product in layer.products]
     norms = [norm.to(x.dtype) for norm in layer.norms]
     batch, tokens, _ = x.shape

@@ -1,6 +1,7 @@
-// lowbit_cpu::decoder_prepared and decoder_step: a decoder layer checked once, and a step of few tokens through it.
+// lowbit_cpu::decoder_prepared and decoder_steps: a decoder layer checked once, and a step of few tokens through layers.
 #include <torch/csrc/stable/library.h>
 
+#include <array>
 #include <vector>
 
 #include "decoder_step.h"
@@ -110,50 +111,87 @@ bool fits_mask(const Tensor& t, const Attention& a, int64_t batch, ScalarType ty
          (t.scalar_type() == ScalarType::Bool || t.scalar_type() == type);
 }
 
-// x [batch, tokens, hidden] through the layer: its tokens come behind `past` others and look at `places` of keys and values, in which
-// theirs are written. A tensor of one dimension where some of x has no digits or LOWBIT_CPU has changed since the layer was prepared,
-// and one of two where tensors do not fit: the layer's modules say what is wrong with them, or compute it.
-Tensor decoder_step(Tensor x, Tensor prepared, Tensor cos, Tensor sin, Tensor keys, Tensor values, int64_t past, int64_t places,
-                    std::optional<Tensor> mask) {
-  const DecoderLayer* const layer = DecoderLayer::of(prepared);
-  STD_TORCH_CHECK(layer, "prepared must be what decoder_prepared returned");
-  const int64_t hidden = layer->products[query]->a.k;
-  int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-  if (!x.is_cpu() || x.dim() != 3 || x.size(2) != hidden || !x.is_contiguous() || !is_float(x) || numbers_of(x, "x").stored != layer->type)
-    return empty({0, 0}, dtype);
+// What steps of x through one layer after the other take, in which all layers are alike; false where tensors do not fit.
+bool take_given(const DecoderLayer& layer, const Tensor& x, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& mask,
+                int64_t past, int64_t places, Step::Given& given) {
+  if (!x.is_cpu() || x.dim() != 3 || x.size(2) != layer.products[query]->a.k || !x.is_contiguous() || !is_float(x) ||
+      numbers_of(x, "x").stored != layer.type)
+    return false;
   const ScalarType type = x.scalar_type();
-  Step::Given given = {};
   given.batch = x.size(0);
   Attention& a = given.attention;
-  a.tokens = x.size(1), a.past = past, a.places = places;
-  const Norm of_query = layer->norm(2), of_key = layer->norm(3);
-  a.heads = {layer->queries, layer->keys, layer->size, layer->scaling, of_query.weight.data ? &of_query : nullptr,
-             of_key.weight.data ? &of_key : nullptr};
+  a.tokens = x.size(1), a.past = past, a.places = places, a.type = layer.type;
+  a.heads.size = layer.size;
   const int64_t tokens = given.batch * a.tokens;
   if (tokens < 1 || tokens > most_rows_at_once || past < 0 || places >= most_of_a_size || past > places - a.tokens ||
-      !fits_kept(keys, a, given.batch, type) || !fits_kept(values, a, given.batch, type) || !fits_turns(cos, a, given.batch, type) ||
-      !fits_turns(sin, a, given.batch, type) || cos.size(0) != sin.size(0) || (mask && !fits_mask(*mask, a, given.batch, type)))
-    return empty({0, 0}, dtype);
-  for (const Tensor* t : {&x, &cos, &sin, &keys, &values}) check_held(*t, "a tensor of a decoder's step");
-  if (mask) {
-    check_held(*mask, "mask");
+      !fits_turns(cos, a, given.batch, type) || !fits_turns(sin, a, given.batch, type) || cos.size(0) != sin.size(0) ||
+      (mask && !fits_mask(*mask, a, given.batch, type)))
+    return false;
+  for (const Tensor* t : {&x, &cos, &sin}) check_held(*t, "a tensor of a decoder's step");
+  check_held(mask, "mask");
+  if (mask)
     a.mask = {mask->const_data_ptr(), mask->scalar_type() == ScalarType::Bool, mask->size(0) == 1 ? 0 : mask->stride(0),
               mask->size(2) == 1 ? 0 : mask->stride(2)};
+  a.cos = cos.const_data_ptr(), a.sin = sin.const_data_ptr(), a.cos_of_batch = cos.size(0) == 1 ? 0 : cos.stride(0);
+  return true;
+}
+
+// x [batch, tokens, hidden] through layers one behind the other: its tokens come behind `past` others and look at `places` of each
+// layer's keys and values, in which theirs are written. A tensor of one dimension where some of x has no digits or LOWBIT_CPU has
+// changed since a layer was prepared, and one of two where tensors do not fit: the layers' modules say what is wrong with them, or
+// compute it.
+Tensor decoder_steps(Tensor x, std::vector<Tensor> prepared, Tensor cos, Tensor sin, std::vector<Tensor> keys, std::vector<Tensor> values,
+                     int64_t past, int64_t places, std::optional<Tensor> mask) {
+  const size_t count = prepared.size();
+  STD_TORCH_CHECK(count > 0 && keys.size() == count && values.size() == count, "each of one layer or more has keys and values, got ",
+                  count, ", ", keys.size(), " and ", values.size());
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  const InstructionSet& set = instruction_set();
+  std::vector<Step::Given> given(count);
+  std::vector<std::array<Norm, 2>> of_heads(count);
+  for (size_t n = 0; n < count; n++) {
+    const DecoderLayer* const layer = DecoderLayer::of(prepared[n]);
+    STD_TORCH_CHECK(layer, "prepared must be what decoder_prepared returned");
+    if (n) given[n] = given[0];
+    else if (!take_given(*layer, x, cos, sin, mask, past, places, given[n])) return empty({0, 0}, dtype);
+    Attention& a = given[n].attention;
+    of_heads[n] = {layer->norm(2), layer->norm(3)};
+    a.heads = {layer->queries, layer->keys, layer->size, layer->scaling, of_heads[n][0].weight.data ? &of_heads[n][0] : nullptr,
+               of_heads[n][1].weight.data ? &of_heads[n][1] : nullptr};
+    const ScalarType type = x.scalar_type();
+    if (layer->products[query]->a.k != x.size(2) || layer->size != cos.size(2) || layer->type != a.type ||
+        !fits_kept(keys[n], a, given[n].batch, type) || !fits_kept(values[n], a, given[n].batch, type))
+      return empty({0, 0}, dtype);
+    check_held(keys[n], "keys"), check_held(values[n], "values");
+    a.keys = kept_in(keys[n]), a.values = kept_in(values[n]);
+    given[n].before_attention = layer->norm(0), given[n].before_gate = layer->norm(1);
+    for (int i = 0; i < layers; i++) {
+      given[n].products[i] = layer->products[i];
+      if (given[n].products[i]->plan.kernels != set.steps) return empty({0}, dtype);
+    }
   }
 
-  const InstructionSet& set = instruction_set();
-  for (int i = 0; i < layers; i++) {
-    given.products[i] = layer->products[i];
-    if (given.products[i]->plan.kernels != set.steps) return empty({0}, dtype);
+  const Tensor y = empty({given[0].batch, given[0].attention.tokens, x.size(2)}, dtype);
+  const int64_t threads = torch::stable::get_num_threads();
+  Arena arena, between;
+  char* own[2];
+  for (char*& room : own) room = between.lines<char>(y.numel() * 4);
+  std::vector<std::unique_ptr<Step>> steps(count);
+  for (size_t n = 0; n < count; n++) {
+    given[n].x = n ? own[n % 2] : x.const_data_ptr(), given[n].y = n + 1 < count ? own[(n + 1) % 2] : y.mutable_data_ptr();
+    arena.rewind();
+    steps[n] = std::make_unique<Step>(given[n], set, threads, arena);
   }
-  const Tensor y = empty({given.batch, a.tokens, hidden}, dtype);
-  given.before_attention = layer->norm(0), given.before_gate = layer->norm(1);
-  a.cos = cos.const_data_ptr(), a.sin = sin.const_data_ptr(), a.cos_of_batch = cos.size(0) == 1 ? 0 : cos.stride(0);
-  a.keys = kept_in(keys), a.values = kept_in(values), a.type = layer->type;
-  given.x = x.const_data_ptr(), given.y = y.mutable_data_ptr();
-  Step step(given, set);
-  return step.run() ? y : empty({0}, dtype);
+  as_team(threads, [&](int64_t member) {
+    for (const auto& step : steps) {
+      step->go(member);
+      if (!step->good()) return;
+    }
+  });
+  for (const auto& step : steps)
+    if (!step->good()) return empty({0}, dtype);
+  return y;
 }
 
 }  // namespace
@@ -162,11 +200,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cpu, m) {
   m.def(
       "decoder_prepared(Tensor[] products, Tensor[] norms, float[] eps, int heads, int key_heads, int head_size, float scaling) -> Tensor");
   m.def(
-      "decoder_step(Tensor x, Tensor prepared, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, int past, int places, "
+      "decoder_steps(Tensor x, Tensor[] prepared, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, int past, int places, "
       "Tensor? mask) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cpu, CompositeExplicitAutograd, m) {
   m.impl("decoder_prepared", TORCH_BOX(&decoder_prepared));
-  m.impl("decoder_step", TORCH_BOX(&decoder_step));
+  m.impl("decoder_steps", TORCH_BOX(&decoder_steps));
 }

@@ -1,5 +1,5 @@
-// A step of few tokens through a decoder layer (norm, query, key and value, attention over kept places, output, norm, gate and up,
-// down) on one team of threads.
+// Steps of few tokens through decoder layers (norm, query, key and value, attention over kept places, output, norm, gate and up, down)
+// on one team of threads.
 #pragma once
 
 #include <algorithm>
@@ -35,10 +35,36 @@ inline const DecoderKernels& decoder_kernels(const InstructionSet& set) {
   return plain;
 }
 
+// Memory that one layer after the other works in.
+class Arena {
+ public:
+  template <typename T>
+  T* lines(int64_t count) {
+    const int64_t bytes = in_lines(count * static_cast<int64_t>(sizeof(T)));
+    while (block_ < blocks_.size() && blocks_[block_].bytes - used_ < bytes) block_++, used_ = 0;
+    if (block_ == blocks_.size()) blocks_.push_back({lines_of<char>(std::max(bytes, least)), std::max(bytes, least)}), used_ = 0;
+    char* const at = blocks_[block_].memory.get() + used_;
+    used_ += bytes;
+    return reinterpret_cast<T*>(at);
+  }
+  // What was taken so far may be taken again.
+  void rewind() { block_ = 0, used_ = 0; }
+
+ private:
+  static constexpr int64_t least = 1 << 18;
+  struct Block {
+    std::unique_ptr<char[], Freed> memory;
+    int64_t bytes;
+  };
+  std::vector<Block> blocks_;
+  size_t block_ = 0;
+  int64_t used_ = 0;
+};
+
 // x of one product, or of several that read it, as digits.
 class Rounding {
  public:
-  Rounding(const Prepared& p, int64_t m) : p_(&p), a_(p.weight()), without_(new bool[m]()) {
+  Rounding(const Prepared& p, int64_t m, Arena& arena) : p_(&p), a_(p.weight()), without_(new bool[m]()) {
     a_.m = m;
     const DigitsPlan& plan = p.plan;
     int64_t digits, sums;
@@ -48,15 +74,15 @@ class Rounding {
     } else {
       digits = in_lines(plan.steps * m * plan.size * plan.columns), sums = in_lines(plan.steps * m * plan.kernels->lanes * 4);
     }
-    room_ = lines_of<int8_t>(digits + sums + m * plan.slices * 4);
-    int32_t* const sums_at = reinterpret_cast<int32_t*>(room_.get() + digits);
-    float* const scale_at = reinterpret_cast<float*>(room_.get() + digits + sums);
+    int8_t* const room = arena.lines<int8_t>(digits + sums + m * plan.slices * 4);
+    int32_t* const sums_at = reinterpret_cast<int32_t*>(room + digits);
+    float* const scale_at = reinterpret_cast<float*>(room + digits + sums);
     if (a_.interleaved) {
-      of_units_ = {plan.count, p.given, static_cast<int64_t>(runs_.size()), runs_.data(), room_.get(), sums_at, scale_at, without_.get()};
+      of_units_ = {plan.count, p.given, static_cast<int64_t>(runs_.size()), runs_.data(), room, sums_at, scale_at, without_.get()};
     } else {
       const int32_t* groups = p.steps();
       of_x_ = {plan.count, p.given, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.in_quarters,
-               room_.get(), sums_at, scale_at, without_.get()};
+               room, sums_at, scale_at, without_.get()};
     }
   }
 
@@ -89,7 +115,6 @@ class Rounding {
   Linear a_;
   std::unique_ptr<bool[]> without_;
   std::vector<Run> runs_;
-  std::unique_ptr<int8_t[], Freed> room_;
   DigitsOfUnits of_units_ = {};
   DigitsOfX of_x_ = {};
 };
@@ -106,29 +131,20 @@ class Step {
     void* y;
   };
 
-  Step(const Given& given, const InstructionSet& set)
+  Step(const Given& given, const InstructionSet& set, int64_t threads, Arena& arena)
       : of_(given), set_(set), kernels_(decoder_kernels(set)), m_(given.batch * given.attention.tokens), type_(given.attention.type),
-        bytes_(type_ == Stored::float32 ? 4 : 2), threads_(torch::stable::get_num_threads()) {
-    int64_t sums = 0, numbers = 0;
+        bytes_(type_ == Stored::float32 ? 4 : 2), threads_(threads) {
+    const auto part = [&](int64_t count) { return arena.lines<char>(m_ * count * bytes_); };
     for (int i = 0; i < layers; i++) {
-      const Prepared& p = *of_.products[i];
-      linear_[i] = p.weight(), linear_[i].m = m_;
-      sums += in_lines(m_ * p.a.n * 4) / 4, numbers += in_lines(m_ * p.a.n * bytes_);
+      linear_[i] = of_.products[i]->weight(), linear_[i].m = m_;
+      linear_[i].y = arena.lines<float>(m_ * linear_[i].n);
+      made_[i] = i == down ? static_cast<char*>(of_.y) : part(linear_[i].n);
+      const bool reads_the_same = i == key || i == value || i == up;
+      if (!reads_the_same || !roundings_.back()->serves(*of_.products[i]))
+        roundings_.push_back(std::make_unique<Rounding>(*of_.products[i], m_, arena));
+      rounding_[i] = roundings_.back().get();
     }
     hidden_ = linear_[query].k;
-    numbers += in_lines(m_ * hidden_ * bytes_) + in_lines(m_ * linear_[output].k * bytes_) + in_lines(m_ * linear_[down].k * bytes_);
-    sums_ = lines_of<float>(sums), numbers_ = lines_of<char>(numbers);
-    float* at = sums_.get();
-    char* to = numbers_.get();
-    const auto part = [&](int64_t count) {
-      char* const begin = to;
-      to += in_lines(m_ * count * bytes_);
-      return begin;
-    };
-    for (int i = 0; i < layers; i++) {
-      linear_[i].y = at, at += in_lines(m_ * linear_[i].n * 4) / 4;
-      made_[i] = i == down ? static_cast<char*>(of_.y) : part(linear_[i].n);
-    }
     normed_ = part(hidden_), attended_ = part(linear_[output].k), active_ = part(linear_[down].k);
     of_.attention.query = made_[query], of_.attention.key = made_[key], of_.attention.value = made_[value];
     of_.attention.y = attended_;
@@ -137,23 +153,10 @@ class Step {
     const int64_t parts = own % threads_ == 0 ? 1 : std::min(shared, (2 * threads_ + own - 1) / own);
     at_once_ = (shared + parts - 1) / parts;
     room_each_ = in_lines(room_of_attention(of_.attention, at_once_) * 4) / 4;
-    room_ = lines_of<float>(threads_ * room_each_);
-    for (int i = 0; i < layers; i++) {
-      const bool reads_the_same = i == key || i == value || i == up;
-      if (reads_the_same && roundings_.back()->serves(*of_.products[i])) rounding_[i] = roundings_.back().get();
-      else roundings_.push_back(std::make_unique<Rounding>(*of_.products[i], m_)), rounding_[i] = roundings_.back().get();
-    }
+    room_ = arena.lines<float>(threads_ * room_each_);
   }
 
-  // False where a product cannot be had by digits: y means nothing then.
-  bool run() {
-    as_team(threads_, [&](int64_t member) { go(member); });
-    return good_;
-  }
-
- private:
-  static constexpr int64_t rows_of_task = 2 * rows_together;  // two blocks take turns
-
+  // What thread `member` does of it; each thread of the team calls this, and comes back when all is done.
   void go(int64_t member) {
     product({query, key, value}, &of_.before_attention, static_cast<const char*>(of_.x), phases_[0], phases_[1], [](int, int64_t, int64_t) {});
     attend(member);
@@ -167,6 +170,12 @@ class Step {
     gate_and_up();
     product({down}, nullptr, active_, phases_[7], phases_[8], added_to(made_[output]));
   }
+
+  // False where a product cannot be had by digits: y means nothing then.
+  bool good() const { return good_; }
+
+ private:
+  static constexpr int64_t rows_of_task = 2 * rows_together;  // two blocks take turns
 
   // Row m of x as digits for some layers, after the norm.
   void take(std::initializer_list<int> of, const Norm* norm, const char* x, int64_t m) {
@@ -252,7 +261,7 @@ class Step {
       if (!good_) return;
       const int64_t part = item % parts, head = item / parts % heads.keys, first = part * at_once_;
       kernels_.attend(of_.attention, item / parts / heads.keys, head, head * shared + first, std::min(at_once_, shared - first), part == 0,
-                      room_.get() + member * room_each_);
+                      room_ + member * room_each_);
     });
   }
 
@@ -266,8 +275,7 @@ class Step {
   Linear linear_[layers];
   std::vector<std::unique_ptr<Rounding>> roundings_;
   const Rounding* rounding_[layers];
-  std::unique_ptr<float[], Freed> sums_, room_;
-  std::unique_ptr<char[], Freed> numbers_;
+  float* room_;
   char *made_[layers], *normed_, *attended_, *active_;
   std::atomic<bool> good_{true};
   Phase phases_[9];

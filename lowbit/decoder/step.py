@@ -1,56 +1,44 @@
 """Decoder layers whose steps of few tokens are one call of :mod:`lowbit_kernels.cpu_decoder`.
 
-A layer that :func:`fuse_decoders_` has found gets a class of its own, derived from the one it had, that looks at each call: where
+A layer that :func:`fuse_layers_` has found gets a class of its own, derived from the one it had, that looks at each call: where
 everything is as the step takes it the step runs, else the modules do, as before. Nothing is kept of a call.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from lowbit.catalog import changes
 from lowbit_kernels import cpu_decoder, inlined, registry, shortcut
 
-from .known import Known, Layout
+from .known import Known, Layout, Part
 from .room import Room
 from .structure import structure_of
 
-__all__ = ["fuse_decoders_"]
+__all__ = ["NAME", "Step", "fuse_layers_"]
 
-_NAME = "_lowbit_step"
+NAME = "_lowbit_step"
 _FEW = 16  # tokens
 _ORDER = ("position_embeddings", "past_key_values", "attention_mask")
 _READ = frozenset({*_ORDER, "position_ids", "use_cache", "cache_position"})  # of which known modules do not read the last three
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
-def fuse_decoders_(model: nn.Module) -> list[str]:
-    """Decoder layers of ``model`` on a CPU whose structure is known step as one call from now on; returns their names."""
-    if cpu_decoder.available() is not None:
-        return []
-    found = []
-    for name, layer in model.named_modules():
-        if "self_attn" in layer._modules and (step := _step_of(layer)) is not None:
-            kind: Any = type(layer)
-            if _NAME not in kind.__dict__:
-                layer.__class__ = _stepping(kind)
-            object.__setattr__(layer, _NAME, step)
-            found.append(name)
-    return found
-
-
-def _step_of(layer: nn.Module) -> Step | None:
-    structure = structure_of(layer)
-    if isinstance(structure, str) or any(linear.weight.packed.device.type != "cpu" for linear in structure.linears):
-        return None
-    known = Known(layer, structure)
-    return Step(known) if known.differs(layer) in (None, "training") else None
+def fuse_layers_(model: nn.Module) -> None:
+    """Decoder layers of ``model`` on a CPU whose structure is known step as one call from now on."""
+    for layer in list(model.modules()):
+        structure = structure_of(layer) if "self_attn" in layer._modules else ""
+        if isinstance(structure, str) or any(linear.weight.packed.device.type != "cpu" for linear in structure.linears):
+            continue
+        kind: Any = type(layer)
+        if NAME not in kind.__dict__:
+            layer.__class__ = _stepping(kind)
+        object.__setattr__(layer, NAME, Step([layer], [Part(layer, structure)]))
 
 
 def _new(kind: Any) -> Any:
@@ -67,41 +55,42 @@ def _stepping(kind: Hashable) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_dynamo_compiling() and len(args) == 1:
             step: Step | None = self._lowbit_step
-            if step is not None and (y := step(self, args[0], kwargs)) is not None:
+            if step is not None and step.layers[0] is self and (y := step(args[0], kwargs)) is not None:
                 return y
         return modules(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        state = {name: value for name, value in self.__dict__.items() if name != _NAME}
+        state = {name: value for name, value in self.__dict__.items() if name != NAME}
         return _new, (base,), state  # copies run their modules
 
-    made = type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": reduce, "__module__": base.__module__, _NAME: None})
+    made = type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": reduce, "__module__": base.__module__, NAME: None})
     made.__qualname__, made.__doc__ = base.__qualname__, base.__doc__
     return made
 
 
-# ---- one layer -------------------------------------------------------------------------------------------------------
-
-
 class Step:
-    """A layer's step, with nothing of a call."""
+    """The step of one layer, or of several one behind the other, with nothing of a call."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, layers: list[nn.Module], parts: Sequence[Part]) -> None:
         from transformers import cache_utils
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        self._known = known
-        self._layout = Layout(known, changes())  # exchanged as one, since threads may share a layer
+        self.layers, self.parts = layers, parts
+        self._known = Known(parts)
+        self._layout = Layout(self._known)  # exchanged as one, since threads may share a layer
+        self._numbers = [part.attention.layer_idx for part in parts]
+        self._configs = list({id(part.attention.config): part.attention.config for part in parts}.values())
         self._caches = frozenset({cache_utils.DynamicCache, cache_utils.StaticCache})
         self._growing, self._fixed = cache_utils.DynamicLayer, cache_utils.StaticLayer
         self._functions: Any = ALL_ATTENTION_FUNCTIONS
         self._sdpa = sdpa_attention_forward
 
-    def __call__(self, layer: nn.Module, x: Any, named: dict[str, Any]) -> Tensor | None:
-        """The layer's result; None where its modules have to run."""
-        y = self._tried(layer, x, named)
-        if registry.watched.get() and type(x) is Tensor and x.dim() == 3:
+    def __call__(self, x: Any, named: dict[str, Any]) -> Tensor | None:
+        """What the layers make of ``x``; None where their modules have to run."""
+        y = self._tried(x, named)
+        # Of several layers that do not step together each says why it does not step by itself.
+        if registry.watched.get() and type(x) is Tensor and x.dim() == 3 and (isinstance(y, Tensor) or len(self.layers) == 1):
             self._note(x, None if isinstance(y, Tensor) else y)
         return None if isinstance(y, str) else y
 
@@ -109,11 +98,12 @@ class Step:
         """In the open traces: what ran, or why the modules did."""
         size, rows = x.shape[-1], x.shape[0] * x.shape[1]
         kernel, contract = ("modules", reason) if reason else ("cpu_decoder_step", self._layout.prepared(rows, x.dtype)[1])
-        scheme = str(self._known.linears[0][1].scheme)
-        registry.note("decoder_layer", kernel, contract, scheme, x.dtype, x.device.type, rows, size, size)
+        for part in self.parts:
+            scheme = str(part.linears[0][1].scheme)
+            registry.note("decoder_layer", kernel, contract, scheme, x.dtype, x.device.type, rows, size, size)
 
-    def _tried(self, layer: nn.Module, x: Any, named: dict[str, Any]) -> Tensor | str:
-        """The layer's result, or why its modules have to run."""
+    def _tried(self, x: Any, named: dict[str, Any]) -> Tensor | str:
+        """What the layers make of ``x``, or why their modules have to run."""
         if torch.is_grad_enabled() or shortcut.signature(x, False, None) is None or inlined.active():
             return "something looks at operators"
         if registry.is_strict():
@@ -123,47 +113,68 @@ class Step:
             return "x"
         if (rows := shape[0] * shape[1]) > _FEW:
             return f"more than {_FEW} tokens"
-        if (reason := self._known.differs(layer)) is not None:
-            return reason
-        layout, changed = self._layout, changes()
-        if not layout.holds(changed):
-            layout = self._layout = Layout(self._known, changed)
-        prepared, _ = layout.prepared(rows, x.dtype)
-        if prepared is None:
-            return "its products are not by digits"
         for name, value in named.items():
             if value is not None and name not in _READ:
                 return "arguments"
-        return self._run(x.contiguous(), prepared[-1], *(named.get(name) for name in _ORDER))
+        if (reason := self._known.differs()) is not None:
+            return reason
+        layout = self._layout
+        if not layout.holds():
+            layout = self._layout = Layout(self._known)
+        prepared, _ = layout.prepared(rows, x.dtype)
+        if prepared is None:
+            return "its products are not by digits"
+        return self._run(x.contiguous(), prepared, *(named.get(name) for name in _ORDER))
 
-    def _run(self, x: Tensor, prepared: Tensor, turns: Any, cache: Any, mask: Any) -> Tensor | str:
-        attention, tokens = self._known.attention, x.shape[1]
-        if _implementation(attention.config) != "sdpa" or self._functions["sdpa"] is not self._sdpa:
+    def _run(self, x: Tensor, prepared: list[Tensor], turns: Any, cache: Any, mask: Any) -> Tensor | str:
+        if self._functions["sdpa"] is not self._sdpa or any(_implementation(config) != "sdpa" for config in self._configs):
             return "attention"
-        if type(cache) not in self._caches or cache.offloading or attention.layer_idx >= len(cache.layers):
-            return "cache"
-        held = cache.layers[attention.layer_idx]
-        if type(held) not in (self._growing, self._fixed) or not held.is_initialized:
-            return "cache"
         if type(turns) is not tuple or len(turns) != 2 or not type(turns[0]) is type(turns[1]) is Tensor:
             return "position_embeddings"
-        is_fixed, keys = type(held) is self._fixed, held.keys
-        if mask is None and (tokens > 1 or is_fixed):
+        if type(mask) not in (Tensor, type(None)) or (mask is None and x.shape[1] > 1):
             return "no attention_mask"
-        if not type(keys) is type(held.values) is Tensor or type(mask) not in (Tensor, type(None)) or keys.dim() != 4:
+        if type(cache) not in self._caches or cache.offloading or max(self._numbers) >= len(cache.layers):
+            return "cache"
+        kept = [cache.layers[number] for number in self._numbers]
+        kind = type(kept[0])
+        if kind not in (self._growing, self._fixed) or any(type(of) is not kind or not of.is_initialized for of in kept):
+            return "cache"
+        if not all(type(of.keys) is type(of.values) is Tensor and of.keys.dim() == 4 for of in kept):
             return "cache"
         turns = turns[0].contiguous(), turns[1].contiguous()
-        if is_fixed:
-            y = cpu_decoder.step(x, prepared, turns, (keys, held.values), int(held.cumulative_length), keys.shape[2], mask)
-            if isinstance(y, Tensor):
-                held.cumulative_length.add_(tokens)
-            return y
-        if held.values.shape != keys.shape or not keys.dtype == held.values.dtype == x.dtype or not keys.is_cpu:
+        return (self._in_place if kind is self._fixed else self._growing_by)(x, prepared, turns, kept, mask)
+
+    def _in_place(self, x: Tensor, prepared: list[Tensor], turns: Any, kept: list[Any], mask: Tensor | None) -> Tensor | str:
+        """Over caches of fixed size, which a mask tells how far they are filled."""
+        past, places = int(kept[0].cumulative_length), kept[0].keys.shape[2]
+        if mask is None:
+            return "no attention_mask"
+        if any(int(of.cumulative_length) != past or of.keys.shape[2] != places for of in kept):
             return "cache"
-        room, past = Room.of(held, tokens), keys.shape[2]
-        y = cpu_decoder.step(x, prepared, turns, (room.keys, room.values), past, past + tokens, mask)
+        y = cpu_decoder.steps(x, prepared, turns, [of.keys for of in kept], [of.values for of in kept], past, places, mask)
         if isinstance(y, Tensor):
-            room.take(held, tokens)
+            for of in kept:
+                of.cumulative_length.add_(x.shape[1])
+        return y
+
+    def _growing_by(self, x: Tensor, prepared: list[Tensor], turns: Any, kept: list[Any], mask: Tensor | None) -> Tensor | str:
+        """Over caches that grow."""
+        past, tokens = kept[0].keys.shape[2], x.shape[1]
+        for of in kept:
+            keys, values = of.keys, of.values
+            if (
+                keys.shape != values.shape
+                or keys.shape[2] != past
+                or not keys.dtype == values.dtype == x.dtype
+                or not keys.is_cpu
+            ):
+                return "cache"
+        rooms = [Room.of(of, tokens) for of in kept]
+        keys, values = [room.keys for room in rooms], [room.values for room in rooms]
+        y = cpu_decoder.steps(x, prepared, turns, keys, values, past, past + tokens, mask)
+        if isinstance(y, Tensor):
+            for room, of in zip(rooms, kept, strict=True):
+                room.take(of, tokens)
         return y
 
 

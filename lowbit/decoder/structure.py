@@ -19,9 +19,9 @@ from torch import nn
 from ..linear import QLinear
 from ..tensor import QTensor
 
-__all__ = ["Structure", "structure_of"]
+__all__ = ["Structure", "goes_through_layers", "structure_of"]
 
-_MODELS = ("llama", "qwen2", "qwen3", "mistral")
+_MODELS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _ACTIVATIONS = ("SiLU", "SiLUActivation")
 
@@ -69,20 +69,25 @@ def structure_of(layer: nn.Module) -> Structure | str:
     return Structure(attention, mlp, tuple(linears), (*norms, *heads), own["act_fn"])  # type: ignore[arg-type]
 
 
+def goes_through_layers(model: nn.Module) -> bool:
+    """Whether ``model`` calls its layers as the known ones do: those of one slice, once each, with the same arguments."""
+    return _code_of(type(model).forward) in _known()["model"]
+
+
 _Code = tuple[Any, ...]
+_KINDS = {"layer": "DecoderLayer", "attention": "Attention", "mlp": "MLP", "norm": "RMSNorm", "model": "Model"}
 
 
 @functools.cache
 def _known() -> dict[str, set[_Code]]:
     """What the forward calls of each kind of module are, where transformers is there."""
-    known: dict[str, set[_Code]] = {"layer": set(), "attention": set(), "mlp": set(), "norm": set()}
-    for name in _MODELS:
+    known: dict[str, set[_Code]] = {kind: set() for kind in _KINDS}
+    for name, prefix in _MODELS.items():
         try:
             module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         except ImportError:
             continue
-        prefix = {"llama": "Llama", "mistral": "Mistral"}.get(name, name.capitalize())
-        for kind, suffix in (("layer", "DecoderLayer"), ("attention", "Attention"), ("mlp", "MLP"), ("norm", "RMSNorm")):
+        for kind, suffix in _KINDS.items():
             if (found := getattr(module, prefix + suffix, None)) is not None:
                 known[kind].add(_code_of(found.forward))
     return known
