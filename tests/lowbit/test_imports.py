@@ -1,0 +1,205 @@
+"""Who may import whom, read from the source; and what importing lowbit costs, measured in a fresh process."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+import lowbit
+from tests import ROOT
+
+PACKAGES = ("lowbit", "lowbit_kernels", "evals")
+
+LEAVES = ("lowbit.catalog", "lowbit.formats", "lowbit.packing", "lowbit.scheme", "lowbit.grid", "lowbit.scales")
+EVERYTHING = ("lowbit", "lowbit.*", "lowbit_kernels", "lowbit_kernels.*")
+
+# Patterns of modules (the first that matches counts) and what of this project each may import. A module without a row
+# fails, so that its place is a decision.
+RULES: dict[str, tuple[str, ...]] = {
+    # All else is imported when it is used.
+    "lowbit": ("lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival"),
+    "lowbit.plugins": (),
+    "lowbit.catalog": ("lowbit.plugins",),
+    "lowbit.formats": ("lowbit.catalog",),
+    "lowbit.packing": (),
+    "lowbit.scheme": ("lowbit.catalog", "lowbit.formats", "lowbit.packing"),
+    "lowbit.grid": ("lowbit.scheme", "lowbit.formats"),
+    "lowbit.scales": ("lowbit.scheme", "lowbit.grid", "lowbit.formats"),
+    "lowbit.ambient": (),
+    "lowbit.adapters": (),
+    "lowbit.statistics": ("lowbit.ambient",),
+    "lowbit.inserted": (),
+    "lowbit.algorithms": ("lowbit.catalog", "lowbit.algorithms.*"),
+    "lowbit.algorithms.*": (
+        "lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.statistics", "lowbit.ambient", "lowbit.algorithms.*",
+    ),
+    "lowbit.options": (),
+    # Files know schemas and bytes, and nothing of the tensor.
+    "lowbit.checkpoint.tensor_file": (),
+    "lowbit.checkpoint.provenance": (),
+    "lowbit.checkpoint.card": (),
+    "lowbit.checkpoint.header": (*LEAVES, "lowbit.checkpoint.tensor_file"),
+    "lowbit.checkpoint.staging": ("lowbit.checkpoint.tensor_file",),
+    "lowbit.checkpoint.shards": (
+        *LEAVES, "lowbit.checkpoint.tensor_file", "lowbit.checkpoint.header", "lowbit.checkpoint.staging",
+    ),
+    **dict.fromkeys(
+        (
+            "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.tensor_writes",
+            "lowbit.tensor_arithmetic", "lowbit.tensor_scaling", "lowbit.tensor_shards", "lowbit.routed", "lowbit.experts",
+            "lowbit.sharding", "lowbit.pickling",
+            "lowbit.weight", "lowbit.linear", "lowbit.fusion", "lowbit.fused", "lowbit.tokens", "lowbit.embedding",
+            "lowbit.decoder", "lowbit.decoder.*",
+            "lowbit.extras", "lowbit.registration",
+            "lowbit.equivalence", "lowbit.layers",
+            "lowbit.calibration", "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
+            "lowbit.mixing", "lowbit.mixing.*", "lowbit.diagnosis", "lowbit.diagnosis.*",
+            "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api", "lowbit.methods",
+            "lowbit.rewrite", "lowbit.rewrites", "lowbit.rewrites.*",
+            "lowbit.__main__", "lowbit.command", "lowbit.command.*", "lowbit.environment",
+            "lowbit.pretrained", "lowbit.pretrained.*", "lowbit.placement", "lowbit.placement.*",
+            "lowbit.diffusion", "lowbit.diffusion.*", "lowbit.floats",
+            "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.skeleton",
+        ),
+        EVERYTHING,
+    ),
+    "lowbit.autocast": ("lowbit_kernels.schemas",),
+    "lowbit_kernels": ("lowbit_kernels.*",),
+    "lowbit_kernels.schemas": ("lowbit_kernels.rules",),  # importing lowbit runs both
+    "lowbit_kernels.rules": (),
+    "lowbit_kernels.*": (*LEAVES, "lowbit_kernels", "lowbit_kernels.*"),
+    "evals": ("lowbit", "lowbit.*", "evals.*"),
+    "evals.crossover": ("lowbit", "lowbit.*", "lowbit_kernels.crossovers", "evals.*"),  # writes what that module reads
+    "evals.tuning": ("lowbit", "lowbit.*", "lowbit_kernels.triton", "lowbit_kernels.triton.*", "evals.*"),  # fills its tables
+    "evals.*": ("lowbit", "lowbit.*", "evals", "evals.*"),
+}  # fmt: skip
+
+# Which packages from elsewhere a module may import, where that is a rule too.
+OTHERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*LEAVES, "lowbit.ambient", "lowbit.statistics", "lowbit.inserted", "lowbit.algorithms*"), ("torch",)),
+    "lowbit_kernels.triton*": ("torch", "triton"),
+    "lowbit_kernels*": ("torch",),
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+FILES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, str | None]]:
+    """(module, name) of every import in ``source``, at any depth; name None where the module itself is imported."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".") if is_package else module.split(".")[:-1]
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            target = ".".join((*base, *([node.module] if node.module else [])))
+            for alias in node.names:
+                inner = f"{target}.{alias.name}"
+                yield (inner, None) if is_module(inner) else (target, alias.name)
+
+
+def first_match(table: dict[str, tuple[str, ...]], module: str) -> tuple[str, ...] | None:
+    return next((allowed for pattern, allowed in table.items() if fnmatchcase(module, pattern)), None)
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    allowed, others = first_match(RULES, module), first_match(OTHERS, module)
+    if allowed is None:
+        return [f"{module} has no row in RULES: add one, and say what it may import"]
+    found = []
+    for target, name in imports(source, module, is_package):
+        top = target.split(".")[0]
+        spelled = target if name is None else f"{target}.{name}"
+        if top in PACKAGES:
+            if not any(fnmatchcase(target, pattern) for pattern in allowed):
+                found.append(f"{module} imports {spelled}; it may import {', '.join(allowed) or 'nothing of this project'}")
+            elif module.split(".")[0] == "evals" and top == "lowbit" and not is_public(target, name):
+                found.append(f"{module} imports {spelled}, which is not public")
+        elif others is not None and top not in others and top not in sys.stdlib_module_names:
+            found.append(f"{module} imports {spelled}; from elsewhere it may import {', '.join(others)}")
+    return found
+
+
+def is_public(target: str, name: str | None) -> bool:
+    if target == "lowbit" and name is not None:
+        return name in lowbit.__all__
+    return not any(part.startswith("_") for part in (*target.split("."), *([name] if name else [])))
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports(module):
+    path = FILES[module]
+    assert violations(path.read_text(), module, path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("lowbit.formats", "from .scheme import Scheme"),
+        ("lowbit.formats", "import numpy"),
+        ("lowbit.packing", "def f():\n    from lowbit.formats import FORMATS"),
+        ("lowbit.scheme", "from . import scales"),
+        ("lowbit.grid", "import lowbit.tensor"),
+        ("lowbit.scales", "from lowbit_kernels.ops import LIBRARY"),
+        ("lowbit.algorithms.rtn", "from ..tensor import QTensor"),
+        ("lowbit.algorithms.rtn", "import triton"),
+        ("lowbit_kernels.reference", "from lowbit.tensor import QTensor"),
+        ("lowbit_kernels.reference", "from lowbit import QTensor"),
+        ("lowbit_kernels.cpu", "import triton"),
+        ("lowbit.checkpoint.header", "from .tensor import QTensor"),
+        ("evals.sqnr", "from lowbit import _home"),
+        ("evals.sqnr", "from lowbit.tensor import _assemble"),
+        ("evals.sqnr", "import lowbit_kernels.ops"),
+        ("lowbit.newcomer", "import torch"),
+    ],
+)
+def test_the_rules_refuse(module, source):
+    assert len(violations(source, module)) == 1
+
+
+FRESH = """
+import sys, time
+import torch
+before = time.perf_counter()
+import lowbit
+seconds = time.perf_counter() - before
+print(seconds, "triton" in sys.modules, torch.cuda.is_initialized())
+"""
+
+
+def test_import_is_light():
+    runs = [
+        subprocess.run([sys.executable, "-c", FRESH], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(3)
+    ]
+    assert {(triton, cuda) for _, triton, cuda in runs} == {("False", "False")}
+    assert statistics.median(float(seconds) for seconds, _, _ in runs) < 0.5
+
+
+def test_public_names_bring_neither_triton_nor_cuda():
+    code = """
+import sys
+import torch, lowbit
+lowbit.QTensor, lowbit.Scheme, lowbit.pack, lowbit.quantize_, lowbit.trace_kernels
+print("triton" in sys.modules, torch.cuda.is_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,198 @@
+"""What setup.py would build and pack, and what is said where something is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from lowbit_kernels import build, cpu, cuda
+from tests import ROOT
+
+
+def load_file(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def setup() -> ModuleType:
+    return load_file("lowbit_setup", ROOT / "setup.py")
+
+
+def test_formats_header_is_what_the_generator_writes() -> None:
+    generate = load_file("lowbit_generate", ROOT / "csrc" / "generate.py")
+    assert generate.HEADER.read_text() == generate.header(), "run: python csrc/generate.py"
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on this machine")
+def test_a_compiler_brings_the_cpu_library() -> None:
+    """A library that failed to build would make the tests of its rows skip: here that is a failure."""
+    assert cpu.available() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["gemm_integers_narrow_bf16", "eights"])
+def test_products_of_hopper_stay_in_registers(setup: ModuleType, source: str, tmp_path: Path) -> None:
+    """What spills, or waits for each product, or stores y a quarter at a time, is right and slow: only the build tells."""
+    said = compiled(setup, source, tmp_path / "kernels.o")
+    kernels = spills(said)
+    assert len(kernels) > 4
+    assert set(kernels.values()) == {0}
+    assert "Potential Performance Loss" not in said
+    dump = cuobjdump()
+    assert dump, "neither CUDA's folder nor Triton's has cuobjdump: install triton"
+    code = subprocess.run([dump, "-sass", str(tmp_path / "kernels.o")], capture_output=True, text=True, check=True).stdout
+    assert "STG.E.128" in code
+    assert not re.search(r"STG\.E desc.*\+0x[0-9a-f]*c\]", code), "sixteen bytes are stored four at a time: see store_sixteen"
+    if source.startswith("gemm"):
+        loops = list(loops_of_products(code))
+        assert len(loops) > 4
+        assert not [loop for loop in loops if "S2UR" in loop], "a loop asks where its shared memory is: let registers hold that"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "usual"), [("digits_int4", "FieldWeights"), ("digits_e2m1", "E2m1Weights")])
+def test_one_row_of_x_meets_four_bits_in_registers(setup: ModuleType, source: str, usual: str, tmp_path: Path) -> None:
+    """A block's seventeen warps have 96 registers a thread: what does not fit waits for memory in front of the products."""
+    kernels = {
+        name: spilled for name, spilled in spills(compiled(setup, source, tmp_path / "kernels.o")).items() if usual in name
+    }
+    assert len(kernels) > 4
+    assert set(kernels.values()) == {0}
+
+
+def compiled(setup: ModuleType, source: str, to: Path) -> str:
+    """What ptxas says of a unit's kernels for sm_90a."""
+    compile_with = setup.nvcc()
+    if compile_with is None:
+        pytest.skip("nvcc is not on this machine")
+    where = ["-gencode=arch=compute_90a,code=sm_90a", f"-isystem={setup.torch_folder() / 'include'}"]
+    flags = [flag for flag in setup.CUDA_FLAGS if "gencode" not in flag]
+    file = ROOT / "csrc" / "cuda" / f"{source}.cu"
+    command = [compile_with, *flags, *where, "-Xptxas=-v", "-c", str(file), "-o", str(to)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def spills(said: str) -> dict[str, int]:
+    """Bytes that each kernel stores and loads for want of registers."""
+    found = re.findall(r"Function properties for (\S+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    return {name: int(stores) + int(loads) for name, stores, loads in found}
+
+
+def cuobjdump() -> str | None:
+    """CUDA's, or the one that Triton brings."""
+    triton = importlib.util.find_spec("triton")
+    beside = Path(triton.origin).parent / "backends" / "nvidia" / "bin" if triton and triton.origin else Path()
+    return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=str(beside))
+
+
+def loops_of_products(code: str) -> Iterator[str]:
+    """Of each kernel in ``cuobjdump -sass``, the innermost loop with most products of the tensor cores."""
+    for kernel in code.split("Function : ")[1:]:
+        lines = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", kernel)]
+        jumps = [(at, int(to[1], 16)) for at, what in lines if (to := re.search(r"BRA.* 0x([0-9a-f]+)", what))]
+        back = [(to, at) for at, to in jumps if to < at]
+        inner = [(a, b) for a, b in back if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in back)]
+        loops = ["\n".join(what for at, what in lines if first <= at <= last) for first, last in inner]
+        loop = max(loops, key=lambda loop: loop.count("HGMMA"), default="")
+        if "HGMMA" in loop:
+            yield loop
+
+
+# ---- what a wheel holds ----------------------------------------------------------------------------------------
+
+
+def test_no_other_top_level_packages(setup: ModuleType) -> None:
+    packages = setup.packages()
+    assert {name.partition(".")[0] for name in packages} == {"lowbit", "lowbit_kernels"}
+    assert {"lowbit_kernels.triton", "lowbit.algorithms", "lowbit.evals", "lowbit.evals.toy", "lowbit.recipes"} <= set(packages)
+
+
+def test_every_file_of_a_package_travels(setup: ModuleType) -> None:
+    folders = {name: ROOT / setup.package_dirs().get(name, name.replace(".", "/")) for name in setup.packages()}
+    packed = {folders[name] / file for name, files in setup.package_data().items() for file in files}
+    packed |= {path for folder in folders.values() for path in folder.glob("*.py")}
+    for top in ("lowbit", "lowbit_kernels", "evals", "recipes"):
+        for path in (ROOT / top).rglob("*"):
+            hidden = any(part.startswith((".", "__pycache__")) for part in path.relative_to(ROOT).parts)
+            if path.is_file() and not hidden and path.suffix != ".so":
+                assert path in packed
+
+
+# ---- which libraries are built ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no library is built on Windows")
+def test_the_switch_for_cuda(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_CUDA", "1")
+    assert {e.name: e.optional for e in setup.extensions()} == {"lowbit_kernels._C": True, "lowbit_kernels._C_cuda": False}
+    monkeypatch.setenv("LOWBIT_CUDA", "0")
+    assert [e.name for e in setup.extensions()] == ["lowbit_kernels._C"]
+    monkeypatch.setenv("LOWBIT_CUDA", "yes")
+    with pytest.raises(SystemExit, match=r"LOWBIT_CUDA must be 0 .* or 1 .* got 'yes'"):
+        setup.extensions()
+
+
+def test_cuda_is_left_out_where_torch_has_none(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOWBIT_CUDA", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert all(not e.name.endswith("_cuda") for e in setup.extensions())
+
+
+def test_what_is_missing_is_named(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "_C.so"
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(setup.CompileError, match=r"no C\+\+ compiler found .*: install one"):
+        setup.cpu_commands(out, tmp_path)
+    with pytest.raises(setup.CompileError, match=r"nvcc not found .*: install the CUDA toolkit"):
+        setup.cuda_commands(out, tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(setup.CompileError, match=r"torch cannot be imported .*: install torch"):
+        setup.cpu_commands(out, tmp_path)
+
+
+# ---- what is said when it runs ---------------------------------------------------------------------------------
+
+
+def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+    library = build.Library(tmp_path / "none.so", "the C++ library", "install a compiler")
+    assert library.missing() == "the C++ library is not built: install a compiler"
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "broken.so"
+    file.write_text("no library")
+    reason = build.Library(file, "the C++ library", "reinstall").missing()
+    assert reason is not None
+    assert reason.startswith("the C++ library cannot be loaded (")
+    assert reason.endswith("): reinstall")
+
+
+def test_reasons_name_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for reason in (cpu.available(), cuda.available()):
+        assert reason is None or "install" in reason
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "build without CUDA" in (cuda.available() or "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "driver" in (cuda.available() or "")
+
+
+def test_libraries_never_see_python() -> None:
+    for library in (build.CPU, build.CUDA):
+        if library.file.exists():
+            assert b"PyObject" not in library.file.read_bytes()
