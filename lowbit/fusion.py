@@ -42,11 +42,11 @@ def fuse_(model: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
     ``inference_mode``, which have no version (use ``no_grad``), except within ``torch.compile``; and there with a fixed
     ``input_scale``. Eager layers on a CPU are never multiplied at once: that takes as long as their own products do.
 
-    On a CPU a decoder layer of Llama, Qwen2, Qwen3 or Mistral, or of a model that runs the same code, steps as one call, and
-    all layers of a model together, where products go by digits: up to 16 tokens behind others of a dynamic or a static cache, without gradients, with ``sdpa``
-    attention. It rounds where the modules round, and sums norms and attention in another order. Hooks within the layer, modules
-    or weights that were exchanged, other caches, other attention and whatever looks at operators have its modules run, as before;
-    ``lowbit.trace_kernels`` shows both, and why. A copy of the model runs its modules until it is fused itself.
+    On a CPU a decoder layer of Llama, Qwen2, Qwen3 or Mistral, or of a model that runs the same code, steps as one call, and all
+    layers of a model together, where products go by digits: up to 16 tokens behind others of a dynamic or a static cache, without
+    gradients, with ``sdpa`` attention. It rounds where the modules round, and sums norms and attention in another order. Hooks
+    within the layer, modules or weights that were exchanged, other caches, other attention and what looks at operators have its
+    modules run, as before; ``lowbit.trace_kernels`` shows both, and why. A copy of the model runs its modules until it is fused.
 
     Versions count what torch writes to ``x``. They do not count what is written by ``x.data``, or to its memory by kernels that
     torch knows nothing of: between two layers' calls within one forward call that is missed.
