@@ -1,7 +1,8 @@
-# Two commands from a clean clone, given Python 3.10 or newer, make and a C++ compiler:
+# Commands from a clean clone, given Python 3.10 or newer, make and a C++ compiler:
 #
-#   make demo    quantize the model in the box with a dozen schemes, measure each, and write out/demo/report.html
-#   make test    lint, type check and tests
+#   make demo        quantize the model in the box with a dozen schemes, measure each, and write out/demo/report.html
+#   make test        lint, type check and tests, without the slow ones, which it counts
+#   make test-all    all of it, which evals/results/test_all.json keeps a record of
 #
 # PYTHON picks the interpreter that .venv is made from. PIP_FLAGS goes to every pip call: on a machine without a GPU,
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" spares the download of torch's CUDA libraries.
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 SOURCES := $(shell find csrc -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test lint install clean
+.PHONY: demo test test-all lint install clean
 
 demo: install
 	$(BIN)/lowbit demo --out out/demo $(DEMO_FLAGS)
@@ -25,6 +26,9 @@ demo: install
 # One thread a worker: more would only fight over the cores.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) $(PYTEST_FLAGS)
+
+test-all: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --slow --record evals/results/test_all.json $(PYTEST_FLAGS)
 
 lint: install
 	$(BIN)/ruff check .

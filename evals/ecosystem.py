@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "works_with", "-n", options.jobs, f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", "--slow", "-m", "works_with", "-n", options.jobs, f"--junitxml={report}"]
         code = subprocess.run(command, check=False).returncode
         if code not in (0, 1):  # 1: some test failed, which the table says
             raise SystemExit(f"pytest ended with {code}")

@@ -171,6 +171,7 @@ class Recording(Counting):
         return {str(node.target) for node in self.graphs[-1].graph.nodes if "lowbit" in str(node.target)}
 
 
+@pytest.mark.sampled(count=3)
 @pytest.mark.works_with("compile", "inline()")
 @pytest.mark.parametrize("scheme", [*SCHEMES, "int8", "int3_sym", "nf4"])
 @pytest.mark.parametrize("case", ["QLinear", "two layers", "static activation"])
@@ -191,6 +192,7 @@ def test_inlined_layers_are_plain_pytorch(case: str, scheme: str) -> None:
         assert backend.operators()
 
 
+@pytest.mark.sampled(count=3)
 @pytest.mark.parametrize("scheme", ["int4", "int3", "int8", "fp6", "fp6_e3m2", "mxfp4", "nvfp4"])
 def test_a_compiler_sees_through_tiles(scheme: str) -> None:
     weight = QTensor.quantize(torch.randn(20, 96, generator=torch.Generator().manual_seed(1)), scheme).to_layout("tiles")

@@ -78,6 +78,7 @@ def check(y: Tensor, layer: QLinear, x: Tensor) -> None:
     assert ((y.double() - (x.double() @ weight.t() + bias)).abs() <= bound).all()
 
 
+@pytest.mark.sampled(count=4)
 @pytest.mark.works_with("torch", "ONNX, by inline()")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_products(model: Several, outputs: list[Tensor], scheme: str) -> None:

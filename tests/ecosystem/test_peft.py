@@ -116,6 +116,7 @@ def assert_rounded(found: nn.Module, before: nn.Module, floats: nn.Module) -> No
         assert same > 0.99, (name, float(same))
 
 
+@pytest.mark.sampled(each="method", count=1)
 @pytest.mark.parametrize(
     ("method", "scheme"),
     [

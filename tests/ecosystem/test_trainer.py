@@ -61,6 +61,7 @@ def logits(model: nn.Module) -> Tensor:
         return model.eval()(input_ids=IDS[:2]).logits
 
 
+@pytest.mark.sampled
 @pytest.mark.works_with("Trainer", "defaults, resume, load_best_model_at_end")
 @pytest.mark.parametrize("way", ["in memory", "loaded"])
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -86,6 +87,7 @@ def test_a_run_falls_and_goes_on_from_its_checkpoint(scheme: str, way: str, tmp_
     assert torch.equal(logits(loaded), logits(trainer.model))
 
 
+@pytest.mark.sampled
 @pytest.mark.works_with("Trainer", "gradient checkpointing, both kinds")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("way", ["in memory", "loaded"])
@@ -119,6 +121,7 @@ def test_a_model_without_adapters_is_refused(way: str, tmp_path: Path) -> None:
         transformers.Trainer(quantized("int4", way, tmp_path), arguments(tmp_path), train_dataset=ROWS)
 
 
+@pytest.mark.sampled
 @pytest.mark.works_with("TRL", "SFTTrainer")
 @pytest.mark.parametrize("way", ["in memory", "loaded"])
 @pytest.mark.parametrize("scheme", SCHEMES)

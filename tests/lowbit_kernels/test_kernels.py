@@ -283,6 +283,7 @@ def assert_product(run: Run, y: Tensor, x: Tensor, w: Tensor, bias: Tensor | Non
 # ---- matrix products -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(each="run")
 @pytest.mark.parametrize(("run", "scheme", "case"), linear_cases("linear"))
 def test_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
     m, n, k, dtype = case["m"], case["n"], case["k"], case["dtype"]
@@ -295,6 +296,7 @@ def test_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
     assert_product(run, y, x, weight.values, bias)
 
 
+@pytest.mark.sampled(each="run")
 @pytest.mark.parametrize(("run", "scheme", "case"), linear_cases("grouped_linear", ("plain", "outlier"), experts=(1, 3)))
 def test_grouped_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
     m, n, k, dtype, experts = case["m"], case["n"], case["k"], case["dtype"], case["experts"]
@@ -305,6 +307,7 @@ def test_grouped_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
     assert_product(run, y, x, weight.values, bias)
 
 
+@pytest.mark.sampled(each="run")
 @pytest.mark.parametrize(
     ("run", "scheme", "case"),
     linear_cases("quantized_linear", FORMS[:-1], activation=activations, static=(False, True)),
@@ -367,6 +370,7 @@ def test_dequantize(run: Run, dtype: torch.dtype) -> None:
         assert_within(w, weight.values, weight_bound(weight.values, dtype))
 
 
+@pytest.mark.sampled(each="run")
 @pytest.mark.parametrize(("run", "dtype"), dtypes_of("embedding", *DTYPES))
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 2)])
 def test_embedding(run: Run, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -18,7 +18,7 @@ from tests import ROOT
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
 FILES = ["tests/lowbit_kernels/cpu", "tests/lowbit_kernels/test_kernels.py"]
-TESTS = [*FILES, "-m", "not gpu", "-k", "cpu_"]
+TESTS = [*FILES, "--slow", "-m", "not gpu", "-k", "cpu_"]
 
 
 def build(library: Path, temp: Path) -> str:
