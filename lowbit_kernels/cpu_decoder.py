@@ -73,8 +73,9 @@ class Layer:
 
 
 def prepared(layer: Layer, kernels: Sequence[Kernel]) -> tuple[Tensor, ...] | None:
-    """``layer`` as :func:`steps` takes it, behind what has to be kept with it; None where one of ``kernels``, which the products
-    run on, is not by digits, or a weight cannot be read where it lies."""
+    """``layer`` as :func:`steps` takes it, behind what has to be kept with it, as the tensors of ``layer`` have.
+
+    None where one of ``kernels``, which the products run on, is not by digits, or a weight cannot be read where it lies."""
     made = []
     for product, kernel in zip(layer.products, kernels, strict=True):
         if kernel.name not in _ROWS:
@@ -95,7 +96,7 @@ def prepared(layer: Layer, kernels: Sequence[Kernel]) -> tuple[Tensor, ...] | No
 
 def steps(
     x: Tensor,
-    layers: list[Tensor],
+    layers: Sequence[Tensor],
     turns: tuple[Tensor, Tensor],
     keys: list[Tensor],
     values: list[Tensor],
@@ -108,7 +109,7 @@ def steps(
     ``turns``: cosines and sines [B or 1, T, D]. ``keys`` and ``values`` of each layer [B, H, P, D], in which those of ``x`` are
     written from place ``past`` on, and whose first ``places`` are looked at, as far as ``mask`` [B or 1, 1, T or 1, places] lets
     them be."""
-    y: Tensor = direct(torch.ops.lowbit_cpu.decoder_steps.default)(x, layers, *turns, keys, values, past, places, mask)
+    y: Tensor = direct(torch.ops.lowbit_cpu.decoder_steps.default)(x, list(layers), *turns, keys, values, past, places, mask)
     if (dimensions := y.dim()) == 3:
         return y
     return "x has no digits" if dimensions == 1 else "shapes or dtypes of a cache, a mask or position_embeddings"
