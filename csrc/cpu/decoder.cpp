@@ -193,9 +193,9 @@ void gather(const float* shares, int64_t stride, const Places<T>& values, int64_
 template <int R, typename T>
 void gather_heads(const float* shares, int64_t stride, const Places<T>& values, int64_t size, int64_t places, float* out) {
 #if defined(__AVX512F__)
-  constexpr int C = 4;
+  constexpr int C = R > 4 ? 2 : 4;
 #else
-  constexpr int C = 2;
+  constexpr int C = R > 2 ? 1 : 2;
 #endif
   int64_t at = 0;
   for (; at + 16 * C <= size; at += 16 * C) gather<R, C>(shares, stride, values, at, size, places, out);
@@ -226,27 +226,36 @@ float soften(const Mask& mask, int64_t batch, int64_t token, int64_t places, flo
     const T* added = static_cast<const T*>(mask.data) + row;
     for (int64_t t = 0; t < places; t++) scores[t] += number_of(added[t]);
   }
-  float most = -INFINITY;
-  for (int64_t t = 0; t < places; t++) most = scores[t] > most ? scores[t] : most;
+  constexpr int64_t apart = 16;
+  float largest[apart], most = -INFINITY;
+  for (float& of : largest) of = -INFINITY;
+  int64_t t = 0;
+  for (; t + apart <= places; t += apart)
+    for (int64_t i = 0; i < apart; i++) largest[i] = scores[t + i] > largest[i] ? scores[t + i] : largest[i];
+  for (; t < places; t++) most = scores[t] > most ? scores[t] : most;
+  for (float of : largest) most = of > most ? of : most;
   if (most == -INFINITY) most = 0;  // nothing is seen, or NaN alone
-  for (int64_t t = 0; t < places; t++) scores[t] = exp_of(scores[t] - most);
+  for (t = 0; t < places; t++) scores[t] = exp_of(scores[t] - most);
   Floats sums = zeros();
   const Floats one = broadcast(1);
-  int64_t t = 0;
-  for (; t + 16 <= places; t += 16) sums = fma(load(scores + t), one, sums);
+  for (t = 0; t + 16 <= places; t += 16) sums = fma(load(scores + t), one, sums);
   float all = total(sums);
   for (; t < places; t++) all += scores[t];
   return all == 0 ? 0 : 1 / all;
 }
 
-// Some rows of an array: R at a time, and those that are left one by one.
-template <typename Take>
-inline void by_rows(int64_t rows, const Take& take) {
-  int64_t row = 0;
-  for (; row + 4 <= rows; row += 4) take(std::integral_constant<int, 4>(), row);
-  for (; row + 2 <= rows; row += 2) take(std::integral_constant<int, 2>(), row);
-  if (row < rows) take(std::integral_constant<int, 1>(), row);
+// Rows of an array, as many at a time as registers hold the sums of.
+template <int most, typename Take>
+inline void by_rows(int64_t rows, const Take& take, int64_t row = 0) {
+  for (; row + most <= rows; row += most) take(std::integral_constant<int, most>(), row);
+  if constexpr (most > 1) by_rows<most == 8 ? 6 : most == 6 ? 4 : most - 1>(rows, take, row);
 }
+
+#if defined(__AVX512F__)
+constexpr int most_at_once = 8;
+#else
+constexpr int most_at_once = 4;
+#endif
 
 template <typename T>
 void attend_as(const Attention& a, int64_t batch, int64_t head, int64_t first, int64_t count, bool keeps, float* room) {
@@ -278,12 +287,12 @@ void attend_as(const Attention& a, int64_t batch, int64_t head, int64_t first, i
   const auto kept = [&](const Kept& of) { return reinterpret_cast<const T*>(of.data) + batch * of.of_batch + head * of.of_head; };
   const Places<T> keys = {kept(a.keys), a.keys.of_place, fresh, size, a.past, tokens};
   const Places<T> values = {kept(a.values), a.values.of_place, value, apart, a.past, tokens};
-  by_rows(rows, [&](auto R, int64_t row) {
+  by_rows<most_at_once>(rows, [&](auto R, int64_t row) {
     score<decltype(R)::value>(queries + row * size, keys, size, a.heads.scaling, places, scores + row * a.places, a.places);
   });
   float* const over = queries;  // [rows]: which are not read again
   for (int64_t row = 0; row < rows; row++) over[row] = soften<T>(a.mask, batch, row % tokens, places, scores + row * a.places);
-  by_rows(rows, [&](auto R, int64_t row) {
+  by_rows<most_at_once>(rows, [&](auto R, int64_t row) {
     gather_heads<decltype(R)::value>(scores + row * a.places, a.places, values, size, places, out + row * size);
   });
   for (int64_t row = 0; row < rows; row++) {
