@@ -15,7 +15,7 @@ import lowbit
 from lowbit import Config, QLinear
 from lowbit.pretrained import arrival
 
-diffusers = pytest.importorskip("diffusers")  # which needs a Python that the package does not
+diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
 
 SCHEMES = ["int4", "int3", "nf4", "nvfp4", "mxfp4", "int8_dynamic_activation_int8_weight"]
 works_with = pytest.mark.works_with

@@ -127,7 +127,8 @@ def test_a_model_without_adapters_is_refused(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_supervised_fine_tuning(scheme: str, way: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl needs Python 3.11")
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(models.word_model(tmp_path / "words"))
     tokenizer.pad_token = tokenizer.eos_token
     model = quantized(scheme, way, tmp_path)
@@ -158,7 +159,7 @@ def test_supervised_fine_tuning(scheme: str, way: str, tmp_path: Path) -> None:
 @pytest.mark.works_with("Lightning", "fit, checkpoint, resume")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_lightning(scheme: str, tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
+    import lightning
 
     class Module(lightning.LightningModule):
         def __init__(self, model: nn.Module) -> None:

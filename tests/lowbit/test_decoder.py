@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
 
 import lowbit
 from lowbit import QLinear, fuse_, quantize_
 from lowbit_kernels import cpu_decoder
 from lowbit_kernels.registry import NoKernelError, strict, trace
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(
     cpu_decoder.available() is not None or not torch.ops.lowbit_cpu.takes_digits(torch.arange(-8.0, 8).roll(8), False),
     reason="the processor or the library has no products by digits",
 )
-from transformers import DynamicCache, StaticCache  # noqa: E402
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -258,7 +259,6 @@ def test_grouped_mm_takes_either_orientation_and_rows_of_nobody() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_adapters_on_attention_are_trained_through_experts(name: str) -> None:
     """Their gradients are those of the dequantized model, for every implementation."""
-    peft = pytest.importorskip("peft")
     model = build(name)
     reference = copy.deepcopy(model)
     quantize_(model, "int4")

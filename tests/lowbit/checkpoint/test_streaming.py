@@ -238,6 +238,7 @@ print(peak() - before)
 _ROUNDERS = {"gptq": [1, -1], "hqq": [5], "clip": [9]}  # in which blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewrites", [[], [{"awq": {"grid": 2}}]], ids=["rounders", "awq"])
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of resident memory is read from Linux")
 def test_memory_stays_under_twice_the_largest_block_with_its_statistics(rewrites, tmp_path):
