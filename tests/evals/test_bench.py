@@ -298,6 +298,7 @@ def test_host_time_stands_beside_a_float_layer(capsys, monkeypatch, tmp_path):
     assert "as in 1,8" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_model_of_random_weights_writes(plain, capsys, tmp_path):
     out = tmp_path / "speed.json"

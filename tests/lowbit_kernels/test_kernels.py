@@ -358,6 +358,7 @@ def test_strided_weight(run: Run) -> None:
 # ---- the other operators ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(each="run", count=2)
 @pytest.mark.parametrize(("run", "dtype"), dtypes_of("dequantize", *DTYPES, torch.float64))
 def test_dequantize(run: Run, dtype: torch.dtype) -> None:
     if run.row.dtypes is not None and dtype not in run.row.dtypes:

@@ -50,6 +50,7 @@ def perplexity(model: nn.Module, folder: Path) -> float:
         return float(model(ids, labels=ids).loss.double().exp())
 
 
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize(
     ("recipe", "counts", "further"),
     [

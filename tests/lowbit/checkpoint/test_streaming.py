@@ -149,6 +149,7 @@ def killed(recipe: str, source: Path, output: Path, resume: Path, moments: list[
     return done.stdout.splitlines()
 
 
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("recipe", ["int3", "gptq(int3)", ASYMMETRIC])
 def test_a_job_that_is_killed_ten_times_ends_in_the_same_bytes(recipe, tmp_path):
     source = float_folder(tmp_path / "in")

@@ -76,6 +76,7 @@ def test_a_head_from_disk_to_disk_takes_the_folded_norm_along(tmp_path):
     assert stored(tmp_path / "disk") == stored(tmp_path / "memory")
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_ends_in_the_same_bytes(tmp_path):
     source = tmp_path / "in"
     spiked(stirred(architectures.build("gpt2"))).save_pretrained(source)
@@ -109,6 +110,7 @@ def without_figures(records: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: [record.rpartition(",")[0] for record in found] for name, found in records.items()}
 
 
+@pytest.mark.slow
 def test_several_processes_make_what_one_makes(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
