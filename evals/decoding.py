@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import copy
 import importlib
-import json
+import itertools
 import statistics
 import tempfile
 import time
@@ -61,12 +61,16 @@ def measure(
         for path in ggufs:
             runs[f"llama.cpp {path.stem}"] = stack.enter_context(_llama(path, prompt + tokens))
         times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in runs}
+        taken_before: list[dict[str, float]] = []
+        taken_after: list[dict[str, float]] = []
         for round_ in range(rounds + 1):
             ids = torch.randint(100, plain.config.vocab_size - 400, (prompt,)).tolist()
             for name, run in runs.items():
                 first, each = run(ids, tokens if round_ else 4)
                 if round_:
                     times[name][0].append(first), times[name][1].extend(each)
+            for model, taken in ((plain, taken_before), (fused, taken_after)):
+                taken.append(_parts(model, prompt))
     rows = []
     for name, (firsts, each) in times.items():
         ms = 1e3 * statistics.median(each)
@@ -76,7 +80,7 @@ def measure(
         })  # fmt: skip
     for row in rows:
         row["times_first"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
-    parts = {"before": _parts(plain, prompt), "after": _parts(fused, prompt)}
+    parts = {"before": _middle(taken_before), "after": _middle(taken_after)}
     where = {"model": Path(folder).name, "recipe": recipe, "device": device_name(torch.device("cpu"))}
     how = {"prompt": prompt, "tokens": tokens, "rounds": rounds}
     return {**where, **how, "bytes_per_second": bandwidth, "weight_bytes": weight_bytes(plain), "rows": rows, "parts": parts}
@@ -102,7 +106,7 @@ def _generate(model: Any) -> Run:
             x, attention_mask=torch.ones_like(x), max_new_tokens=tokens, do_sample=False, pad_token_id=0, streamer=clock
         )
         start, first, *rest = clock.marks  # the first mark is of the prompt itself
-        return first - start, [b - a for a, b in zip([first, *rest], rest, strict=False)]
+        return first - start, [b - a for a, b in itertools.pairwise([first, *rest])]
 
     return run
 
@@ -117,12 +121,12 @@ def _llama(path: Path, context: int) -> Iterator[Run]:
     server = llama.Server(how)
 
     def run(ids: list[int], tokens: int) -> tuple[float, list[float]]:
-        asked = {"prompt": ids, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-        answer = server.handle_completions(asked)
-        timed = (json.loads(answer) if isinstance(answer, (str, bytes)) else answer)["timings"]
-        # Its clock of tokens starts when the first one is chosen.
-        steps = timed["predicted_n"] - 1
-        return timed["prompt_ms"] / 1e3, [timed["predicted_ms"] / 1e3 / steps] * steps
+        asked = {"prompt": ids, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "stream": True}
+        marks: list[float] = []
+        start = time.perf_counter()
+        server.handle_completions(asked, lambda answer: marks.append(time.perf_counter()))
+        del marks[-1]  # which says that it is over
+        return marks[0] - start, [b - a for a, b in itertools.pairwise(marks)]
 
     yield run
 
@@ -184,6 +188,11 @@ def _parts(model: Any, prompt: int, steps: int = 12) -> dict[str, float]:
     return {name: 1e3 * seconds for name, seconds in parts.items()}
 
 
+def _middle(taken: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each part."""
+    return {name: statistics.median(one[name] for one in taken) for name in taken[0]}
+
+
 def _median(call: Callable[[], Any], count: int) -> float:
     times = []
     for _ in range(count):
@@ -196,7 +205,7 @@ def _median(call: Callable[[], Any], count: int) -> float:
 def table(figures: dict[str, Any]) -> Table:
     """What :func:`measure` returned, for a terminal."""
     made = Table(title=f"{figures['model']} on {figures['device']}, behind {figures['prompt']} tokens", title_justify="left")
-    for name in ("", "tokens/s", "ms a token", "least", "times the first", "prompt, ms"):
+    for name in ("", "tokens/s", "ms", "least", "times", "prompt, ms"):
         made.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in figures["rows"]:
         made.add_row(
