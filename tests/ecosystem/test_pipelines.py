@@ -24,6 +24,7 @@ from tests.support import models
 SCHEMES = ["int4", "int3", "nf4", "nvfp4", "mxfp4", "int8_dynamic_activation_int8_weight"]
 works_with = pytest.mark.works_with
 IDS = models.tokens(2, 6)
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
 
@@ -74,15 +75,7 @@ def images() -> tuple[Any, Callable[[Any], Any]]:
     from PIL import Image
 
     torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=8,
-        num_labels=3,
-    )
+    config = transformers.ViTConfig(**SMALL, image_size=16, patch_size=8, num_labels=3)
     image = Image.fromarray(numpy.random.RandomState(0).randint(0, 255, (20, 20, 3), "uint8"))
 
     def ask(model: Any) -> Any:
@@ -94,14 +87,7 @@ def images() -> tuple[Any, Callable[[Any], Any]]:
 
 def masks() -> tuple[Any, Callable[[Any], Any]]:
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=96,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=32,
-    )
+    config = transformers.BertConfig(**SMALL, vocab_size=96, max_position_embeddings=32)
 
     def ask(model: Any) -> Any:
         return pipeline("fill-mask", model=model, tokenizer=tokenizer(96), top_k=2)("w1 w2 [MASK] w3")

@@ -21,22 +21,6 @@ from lowbit.command.model_source import load_model, load_tokenizer
 from lowbit.evals import evaluation, harness
 from lowbit.evals.exam import LETTERS, Question, prompt, read_exam
 from lowbit.evals.tasks import read_tasks, suite_of
-from tests.support.models import exam_of_words, with_tokenizer, word_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exam_of_words(tmp_path_factory.mktemp("exam"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return word_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> tuple[nn.Module, Any]:
-    return with_tokenizer(model)
 
 
 def test_answers_are_those_of_the_logits(folder: Path, loaded: tuple[nn.Module, Any]) -> None:

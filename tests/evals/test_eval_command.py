@@ -8,22 +8,6 @@ from pathlib import Path
 import pytest
 
 from lowbit.command import run
-from tests.support.models import exam_and_text, exam_of_words, word_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exam_of_words(tmp_path_factory.mktemp("exam"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return word_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exam_and_text(tmp_path_factory.mktemp("material"))
 
 
 def test_eval_writes_a_folder(

@@ -16,22 +16,6 @@ from lowbit.evals import evaluation, harness
 from lowbit.evals.exam import LETTERS, prompt, read_exam
 from lowbit.evals.tasks import MissingDataError, TaskError, read_tasks
 from lowbit.evals.texts import read_text
-from tests.support.models import exam_of_words, with_tokenizer, word_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exam_of_words(tmp_path_factory.mktemp("exam"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return word_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> tuple[nn.Module, Any]:
-    return with_tokenizer(model)
 
 
 def test_subjects_and_groups_come_from_the_folder(folder: Path) -> None:
