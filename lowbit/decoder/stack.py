@@ -47,6 +47,9 @@ class _Layers(nn.ModuleList):
             return nn.ModuleList(list(self._modules.values())[idx])
         return super().__getitem__(idx)
 
+    def _get_name(self) -> str:
+        return "ModuleList"
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in self.__dict__.items() if name != _NAME}
         return _new_list, (), state  # copies run their layers

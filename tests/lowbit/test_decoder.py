@@ -458,6 +458,27 @@ def test_copies_are_by_themselves(copied: Callable[[Any], Any]) -> None:
     assert steps(record)
 
 
+def test_a_fused_model_looks_as_before() -> None:
+    plain, fused = models()
+    assert repr(fused) == repr(plain)
+    assert [name for name, _ in fused.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert list(fused.model.layers[:1]) == [fused.model.layers[0]]
+    fuse_(fused, ids(1, 3))  # again
+    with trace() as record:
+        assert_close(logits(fused, ids(1, 6), 4), logits(plain, ids(1, 6), 4))
+    assert steps(record) == 4
+
+
+def test_fewer_layers_than_there_are() -> None:
+    """A model may go through some of them alone."""
+    plain, fused = models("Qwen2")
+    for model in (plain, fused):
+        model.config.num_hidden_layers = 1
+    with trace() as record:
+        assert_close(logits(fused, ids(1, 6), 4), logits(plain, ids(1, 6), 4))
+    assert steps(record) == 2
+
+
 def test_threads_share_a_model() -> None:
     _, fused = models("Qwen2", torch.bfloat16)
     tokens = [ids(1, 40, seed) for seed in range(4)]
