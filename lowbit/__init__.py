@@ -13,11 +13,10 @@ from typing import Any
 
 from . import (
     autocast,  # noqa: F401 - the operators and their rules for it
-    pickling,  # noqa: F401 - so that torch.load knows a QTensor, whatever else was imported
+    pickling,
 )
 from .pretrained import arrival
-
-__version__ = "0.1.0"
+from .version import __version__
 
 _NAMES = {
     "lowbit.formats": ("FORMATS", "Float", "Format", "Int", "Table"),
@@ -30,7 +29,8 @@ _NAMES = {
     "lowbit.embedding": ("QEmbedding",),
     "lowbit.target": ("Target",),
     "lowbit.recipe": ("Recipe", "Rule"),
-    "lowbit.planning": ("Plan", "explain", "plan"),
+    "lowbit.planning": ("explain", "plan"),
+    "lowbit.plans": ("Plan",),
     "lowbit.quantize": ("quantize_", "rewrite_"),
     "lowbit.calibration.data": ("Calibration",),
     "lowbit.diagnosis.examination": ("doctor",),
@@ -96,4 +96,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+def _tensor_class() -> Any:
+    from .tensor import QTensor
+
+    return QTensor
+
+
+pickling.made_by(_tensor_class)
 arrival.expect()

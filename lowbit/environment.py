@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from lowbit_kernels.registry import Kernel
 
@@ -112,8 +114,6 @@ def _missing(row: Kernel, here: set[str]) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    from . import __version__
-
     found = {"lowbit": __version__, "torch": torch.__version__}
     if torch.version.cuda is not None:
         found["cuda of torch"] = torch.version.cuda

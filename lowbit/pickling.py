@@ -6,18 +6,28 @@ parts in the layout that they have: tensors made for the pickle alone would be g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from .qtensor import QTensor
     from .scheme import Scheme
-    from .tensor import QTensor
 
-__all__ = ["rebuild", "rebuild_shared", "share", "spelled"]
+__all__ = ["made_by", "rebuild", "rebuild_shared", "share", "spelled"]
 
 Readers = tuple[tuple[str, "str | None"], ...]
+
+
+_tensor_class: Callable[[], type[QTensor]]
+
+
+def made_by(tensor_class: Callable[[], type[QTensor]]) -> None:
+    """Import the class by ``tensor_class()`` once a pickle is read: QTensor itself knows this module."""
+    global _tensor_class
+    _tensor_class = tensor_class
 
 
 def spelled(readers: frozenset[tuple[str, Scheme | None]]) -> Readers:
@@ -39,9 +49,8 @@ def rebuild(
 ) -> QTensor | torch.nn.Parameter:
     """A QTensor from its canonical parts; a parameter that wants no gradient if it was one."""
     from .scheme import Scheme
-    from .tensor import QTensor
 
-    tensor = QTensor(packed, scale, zero_point, outer, Scheme.parse(scheme), tuple(shape), dtype, transposed=transposed)
+    tensor = _tensor_class()(packed, scale, zero_point, outer, Scheme.parse(scheme), tuple(shape), dtype, transposed=transposed)
     for operator, activation in readers:
         tensor.read_by(operator, None if activation is None else Scheme.parse(activation))
     return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
@@ -70,9 +79,8 @@ def rebuild_shared(
 ) -> QTensor | torch.nn.Parameter:
     """A QTensor over parts that :func:`share` sent, in their layout."""
     from .scheme import Scheme
-    from .tensor import QTensor
 
-    tensor = QTensor(packed, scale, zero_point, outer, Scheme.parse(scheme), tuple(shape), dtype, layout, transposed)
+    tensor = _tensor_class()(packed, scale, zero_point, outer, Scheme.parse(scheme), tuple(shape), dtype, layout, transposed)
     tensor.readers = frozenset((op, None if act is None else Scheme.parse(act)) for op, act in readers)
     tensor.keeps_layout = keeps_layout
     return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor

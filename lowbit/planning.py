@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,125 +19,20 @@ from .embedding import QEmbedding
 from .environment import usable_device
 from .layers import Layer, find_layers, tied_groups
 from .linear import QLinear
+from .plans import LayerPlan, Plan
 from .recipe import Recipe, block_counts, keeps
-from .rewrites.record import Rescaled
 from .target import Target
 from .tensor import QTensor
 
-__all__ = ["Explanation", "LayerPlan", "Plan", "explain", "plan"]
+__all__ = ["Explanation", "explain", "plan", "planned", "resolve"]
 
 BATCHES = (1, 16, 512)
 NO_PATTERN = "no pattern matches"
 STAYS = "modules_to_not_convert"
 BY_NAME = "name it in a pattern to quantize it"
 WEIGHT_ALONE = "its weight alone: inputs are rounded by linear layers"
+_GIVE = "give quantize_ calibration= (texts, token ids, batches, or the path of a text file)"
 FilterFn = Callable[[nn.Module, str], bool]
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """One layer of a plan.
-
-    ``target`` is None for a layer that stays as it is, and ``reason`` says why. ``kernels`` and ``refusals`` map the
-    rows of an input (1, 16, 512) to the kernel that will run and to (kernel, why it refused) of each before it; ``layout``
-    is the arrangement of the bytes that they read.
-
-    What is known when it was carried out, and no part of the plan: ``loss``, the squared error of the layer's outputs over
-    their square on calibration data (tr(E G E^T) / tr(W G W^T), G the mean of x x^T, E against W also where a rounder aimed at
-    more), ``notes``, and what ``rewrites`` did to the layer's input.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    target: Target | None
-    reason: str
-    bytes_before: int
-    bytes_after: int
-    bits_per_weight: float
-    names: tuple[str, ...] = ()
-    tied_to: str | None = None
-    kernels: dict[int, str] = field(default_factory=dict)
-    refusals: dict[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    layout: str = "canonical"
-    loss: float | None = field(default=None, compare=False)
-    notes: tuple[str, ...] = field(default=(), compare=False)
-    rewrites: tuple[Rescaled, ...] = field(default=(), compare=False)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What becomes of each layer of a model, in the order of its modules; ``notes`` on how it was carried out, and the ``rows``
-    (and ``tokens``, where they are that) of the data that was looked at: ``calibration``, None for none."""
-
-    recipe: Recipe
-    layers: tuple[LayerPlan, ...]
-    notes: tuple[str, ...] = field(default=(), compare=False)
-    calibration: dict[str, int] | None = field(default=None, compare=False)
-
-    @property
-    def changed(self) -> tuple[LayerPlan, ...]:
-        """The layers that are quantized."""
-        return tuple(layer for layer in self.layers if layer.target is not None)
-
-    @property
-    def kept(self) -> tuple[LayerPlan, ...]:
-        """The layers that stay as they are, each with its reason."""
-        return tuple(layer for layer in self.layers if layer.target is None)
-
-    @property
-    def bytes_before(self) -> int:
-        """Bytes of the weights of all these layers; a tied weight counts once."""
-        return sum(layer.bytes_before for layer in self.layers if layer.tied_to is None)
-
-    @property
-    def bytes_after(self) -> int:
-        return sum(layer.bytes_after for layer in self.layers if layer.tied_to is None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        layers = []
-        for layer in self.layers:
-            entry = asdict(layer)
-            entry["target"] = None if layer.target is None else layer.target.to_dict()
-            layers.append(entry)
-        return {
-            "recipe": self.recipe.to_dict(),
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "layers": layers,
-            "notes": list(self.notes),
-            "calibration": self.calibration,
-        }
-
-    def __str__(self) -> str:
-        width = max((len(layer.name) for layer in self.layers), default=0)
-        lines = []
-        for layer in self.layers:
-            shape = "x".join(map(str, layer.shape))
-            if layer.target is None:
-                lines.append(f"{layer.name:{width}}  {shape:>12}  stays {layer.dtype}: {layer.reason}")
-                continue
-            kernels = " ".join(f"M={m}:{kernel}" for m, kernel in layer.kernels.items())
-            tied = f" ({layer.reason})" if layer.reason else ""
-            tied += "" if layer.loss is None else f", loss {layer.loss:.2e}"
-            tied += "".join(f"; {note}" for note in (*map(str, layer.rewrites), *layer.notes))
-            if layer.layout != "canonical":
-                kernels += f" from {layer.layout}"
-            lines.append(
-                f"{layer.name:{width}}  {shape:>12}  {layer.target}, {layer.bits_per_weight:.2f} bits, "
-                f"{layer.bytes_before:,} -> {layer.bytes_after:,} bytes, {kernels}{tied}"
-            )
-        if self.recipe.rewrites:
-            lines.append(f"rewritten before: {', '.join(map(str, self.recipe.rewrites))}")
-        lines += self.notes
-        ratio = self.bytes_before / max(self.bytes_after, 1)
-        lines.append(
-            f"{len(self.changed)} of {len(self.layers)} layers quantized, "
-            f"{self.bytes_before:,} -> {self.bytes_after:,} bytes ({ratio:.2f} times smaller)"
-        )
-        return "\n".join(lines)
 
 
 def plan(model: nn.Module, what: Any, *, filter_fn: FilterFn | None = None, device: str | torch.device | None = None) -> Plan:
@@ -171,6 +66,29 @@ def resolve(
     for i, (layer, (target, reason)) in enumerate(zip(layers, decisions, strict=True)):
         entries.append(_entry(layer, target, reason, twins.get(i), i in shared, where))
     return Plan(recipe, tuple(entries), tuple(_idle_rules(recipe, entries, counts))), layers
+
+
+def planned(
+    model: nn.Module,
+    recipe: Recipe,
+    filter_fn: FilterFn | None,
+    device: str | torch.device | None,
+    has_data: bool = False,
+) -> tuple[Plan, list[Layer]]:
+    """A plan that changes something and has the data that it needs, and the layer that each of its entries speaks of."""
+    carried, layers = resolve(model, recipe, filter_fn, device)
+    if not carried.changed:
+        raise ValueError(f"nothing would change in {len(carried.kept)} layers ({_why_kept(carried)})")
+    rewrite = next((rewrite for rewrite in recipe.rewrites if rewrite.method.needs_data), None)
+    if rewrite is not None and not has_data:
+        raise ValueError(f"the rewrite {rewrite.name} looks at data, and there is none: {_GIVE}")
+    needy = [] if has_data else [entry for entry in carried.changed if entry.target is not None and entry.target.needs_data]
+    if needy:
+        entry = needy[0]
+        assert entry.target is not None
+        more = f" and {len(needy) - 1} more layers" if needy[1:] else ""
+        raise ValueError(f"{entry.target.needs_data} of {entry.name}{more} looks at data, and there is none: {_GIVE}")
+    return carried, layers
 
 
 def _check_rules(recipe: Recipe, layers: list[Layer], counts: dict[str, int]) -> None:
@@ -332,6 +250,15 @@ def _entry(
         refusals,
         layout,
     )
+
+
+def _why_kept(carried: Plan) -> str:
+    """The reasons, with a layer for each; those of layers that a pattern matched come first."""
+    names: dict[str, list[str]] = {}
+    for layer in sorted(carried.kept, key=lambda layer: layer.reason == NO_PATTERN):
+        names.setdefault(layer.reason, []).append(layer.name)
+    lines = [f"{found[0]}{f' and {len(found) - 1} more' if found[1:] else ''}: {why}" for why, found in names.items()]
+    return "; ".join(lines[:5])
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,14 @@ from .environment import usable_device
 from .inserted import Inserted
 from .layers import Layer
 from .placement.hooks import is_offloaded
-from .planning import NO_PATTERN, FilterFn, LayerPlan, Plan, resolve
+from .planning import FilterFn, planned
+from .plans import Plan
 from .recipe import Recipe
 from .replacement import Kept, Progress, Replacement
 from .rewrite import Rewrite
 from .tensor import QTensor
 
-__all__ = ["blockwise", "planned", "quantize_", "replace_layers", "rewrite_", "rewritten"]
-
-_GIVE = "give quantize_ calibration= (texts, token ids, batches, or the path of a text file)"
+__all__ = ["blockwise", "quantize_", "rewrite_", "rewritten"]
 
 
 def quantize_(
@@ -40,7 +39,7 @@ def quantize_(
     keep_on_device: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
-    """Quantize the layers of ``model`` in place and return the :class:`~lowbit.planning.Plan` that was carried out.
+    """Quantize the layers of ``model`` in place and return the :class:`~lowbit.plans.Plan` that was carried out.
 
     Args:
         what: what a factory such as ``int4_weight_only()`` returns, a :class:`~lowbit.Scheme`, a
@@ -146,7 +145,7 @@ def _carried_out(
         carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
         replacement = kind(model, carried.layers, layers, device, keep_on_device, progress)
     if calibration is None:
-        _replace_all(replacement)
+        replacement.carry_out_all()
     else:
         from .calibration.calibrator import Calibrator
         from .calibration.residence import OnDevice, Residence
@@ -186,52 +185,3 @@ def rewritten(model: nn.Module, recipe: Recipe, batches: Sequence[Batch]) -> lis
 def blockwise(recipe: Recipe) -> tuple[Rewrite, ...]:
     """Those rewrites of ``recipe`` that are carried out block by block, on statistics."""
     return tuple(rewrite for rewrite in recipe.rewrites if rewrite.method.kind == "block")
-
-
-def planned(
-    model: nn.Module,
-    recipe: Recipe,
-    filter_fn: FilterFn | None,
-    device: str | torch.device | None,
-    has_data: bool = False,
-) -> tuple[Plan, list[Layer]]:
-    """A plan that changes something and has the data that it needs, and the layer that each of its entries speaks of."""
-    carried, layers = resolve(model, recipe, filter_fn, device)
-    if not carried.changed:
-        raise ValueError(f"nothing would change in {len(carried.kept)} layers ({_why_kept(carried)})")
-    rewrite = next((rewrite for rewrite in recipe.rewrites if rewrite.method.needs_data), None)
-    if rewrite is not None and not has_data:
-        raise ValueError(f"the rewrite {rewrite.name} looks at data, and there is none: {_GIVE}")
-    needy = [] if has_data else [entry for entry in carried.changed if entry.target is not None and entry.target.needs_data]
-    if needy:
-        entry = needy[0]
-        assert entry.target is not None
-        more = f" and {len(needy) - 1} more layers" if needy[1:] else ""
-        raise ValueError(f"{entry.target.needs_data} of {entry.name}{more} looks at data, and there is none: {_GIVE}")
-    return carried, layers
-
-
-@isolated()
-def replace_layers(
-    model: nn.Module,
-    entries: Sequence[LayerPlan],
-    layers: list[Layer],
-) -> None:
-    """Carry out ``entries``, each for the layer at its place in ``layers``, which is emptied, without data."""
-    replacement = Replacement(model, entries, layers)
-    replacement.check()
-    _replace_all(replacement)
-
-
-def _replace_all(replacement: Replacement) -> None:
-    for i in range(len(replacement.entries)):
-        replacement.carry_out(i)
-
-
-def _why_kept(carried: Plan) -> str:
-    """The reasons, with a layer for each; those of layers that a pattern matched come first."""
-    names: dict[str, list[str]] = {}
-    for layer in sorted(carried.kept, key=lambda layer: layer.reason == NO_PATTERN):
-        names.setdefault(layer.reason, []).append(layer.name)
-    lines = [f"{found[0]}{f' and {len(found) - 1} more' if found[1:] else ''}: {why}" for why, found in names.items()]
-    return "; ".join(lines[:5])

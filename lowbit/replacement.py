@@ -11,19 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from .algorithms import ROUNDERS
+from .ambient import isolated
 from .embedding import QEmbedding
 from .extras import hand_over
 from .layers import Layer, replace_module
 from .linear import QLinear
 from .placement.hooks import give_hook, take_hook
-from .planning import LayerPlan
+from .plans import LayerPlan
 from .rewrites.record import Rescaled
 from .statistics import Statistics
 from .target import Target
 from .tensor import QTensor, check_weight
 from .weight import QuantizedModule
 
-__all__ = ["Done", "Kept", "Progress", "Replacement", "RoundedWeight", "quantized_layer", "rounded"]
+__all__ = ["Done", "Kept", "Progress", "Replacement", "RoundedWeight", "quantized_layer", "replace_layers", "rounded"]
 
 Progress = Callable[[LayerPlan, int, int], None]
 UNREACHED = "no calibration data reached it: rounded without"
@@ -32,7 +33,7 @@ NO_STATIC_SCALE = "no calibration data reached it: its input's scales are found 
 
 
 class RoundedWeight(NamedTuple):
-    """A weight on the grid, the error of its products (see :attr:`lowbit.planning.LayerPlan.loss`), what to know of it,
+    """A weight on the grid, the error of its products (see :attr:`lowbit.plans.LayerPlan.loss`), what to know of it,
     and the scale of all its inputs."""
 
     weight: QTensor
@@ -92,6 +93,11 @@ class Replacement:
             self._layers[i] = None  # type: ignore[call-overload]  # the float weight goes with it
         else:
             self.place(i, self.round(i, statistics, calibrated))
+
+    def carry_out_all(self) -> None:
+        """:meth:`carry_out` every entry, without data."""
+        for i in range(len(self.entries)):
+            self.carry_out(i)
 
     def round(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> RoundedWeight:
         """What becomes of the layer at place ``i``, which stays as it is until :meth:`place`.
@@ -184,6 +190,14 @@ class Kept(Replacement):
         entry = self.entries[i]
         if entry.target is not None:
             self._told(i, Done(None, entry.notes, entry.rewrites))
+
+
+@isolated()
+def replace_layers(model: nn.Module, entries: Sequence[LayerPlan], layers: list[Layer]) -> None:
+    """Carry out ``entries``, each for the layer at its place in ``layers``, which is emptied, without data."""
+    replacement = Replacement(model, entries, layers)
+    replacement.check()
+    replacement.carry_out_all()
 
 
 def moved(weight: QTensor, device: torch.device | str) -> QTensor:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .tensor import QTensor
-from .tensor_ops import ATEN, _on, _transpose
-from .tensor_products import FUNCTIONS, _Untrained, product
+from .qtensor import QTensor
+from .tensor_ops import _transpose
+from .tensor_products import _Untrained, product
+from .tensor_table import ATEN, FUNCTIONS, on
 
 __all__ = ["ATEN", "FUNCTIONS", "batched", "routed"]
 
@@ -65,7 +66,7 @@ def _one_by_one(x: Tensor) -> bool:
     return type(x) is Tensor and x.device.type == "cpu" and not is_compiling()
 
 
-@_on(ATEN, aten.bmm.default)
+@on(ATEN, aten.bmm.default)
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
     if isinstance(b, QTensor) and not isinstance(a, QTensor):
         if _one_by_one(a):

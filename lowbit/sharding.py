@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .tensor import QTensor
+    from .qtensor import QTensor
 
 __all__ = ["post_all_gather", "pre_all_gather"]
 
@@ -36,8 +36,6 @@ def pre_all_gather(q: QTensor, mesh: Any, whole: torch.Size) -> tuple[tuple[Tens
 
 def post_all_gather(q: QTensor, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Tensor | None) -> Any:
     """The weight over the ``gathered`` bytes, in the layout of ``q``; with ``out``, which lies over them already, nothing."""
-    from .tensor import QTensor
-
     if out is not None:
         return None
     shape, count, own = metadata
@@ -46,6 +44,6 @@ def post_all_gather(q: QTensor, gathered: tuple[Tensor, ...], metadata: Any, dty
         given = iter(gathered)
         for name, part in own.items():
             parts[name] = next(given).view(part.dtype) if part.numel() else part.new_empty((count * len(part), *part.shape[1:]))
-    weight = QTensor(parts["packed"], parts["scale"], parts["zero_point"], q.outer, q.scheme, shape, dtype, q.byte_layout)
+    weight = type(q)(parts["packed"], parts["scale"], parts["zero_point"], q.outer, q.scheme, shape, dtype, q.byte_layout)
     weight.keeps_layout = True  # what is gathered for one layer's call is not worth arranging
     return weight, gathered

@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from . import routed, tensor_shards, tensor_writes  # noqa: F401 - define operators
-from .tensor import QTensor
-from .tensor_ops import _on
-from .tensor_products import ATEN, FUNCTIONS
+from .qtensor import QTensor, quantized
 from .tensor_scaling import multiply
+from .tensor_table import ATEN, FUNCTIONS, OTHERS, on
 from .tensor_writes import become, follow_gradients, write
 
-__all__ = ["ATEN", "FUNCTIONS", "OF_ANY_SHAPE", "on_values", "quantized"]
+__all__ = ["on_values"]
 
 aten = torch.ops.aten
-OF_ANY_SHAPE = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default})
 
 
+@on(ATEN, OTHERS)
 def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on the values that its QTensors stand for. Those that it writes into are rounded again.
 
@@ -42,13 +40,6 @@ def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         write(q, values)
         follow_gradients(q, *tree_leaves((args, kwargs)))
     return tree_map_only(Tensor, lambda y: originals.get(id(y), y), result)
-
-
-def quantized(value: Any) -> list[QTensor]:
-    """The QTensors in an argument of an operator."""
-    if isinstance(value, QTensor):
-        return [value]
-    return [q for item in value for q in quantized(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _times(func: Any, inverse: bool, q: Any, other: Any) -> Any:
@@ -98,7 +89,7 @@ def _numpy(q: Any, *args: Any, **kwargs: Any) -> Any:
     return q.dequantize().numpy(*args, **kwargs)
 
 
-@_on(ATEN, aten.view.dtype)
+@on(ATEN, aten.view.dtype)
 def _reinterpreted(q: QTensor, dtype: torch.dtype) -> Tensor:
     return q.dequantize().view(dtype)
 

@@ -14,37 +14,28 @@ from torch import Tensor
 from lowbit_kernels.layouts import LAYOUTS
 
 from .packing import plane_widths, planes
-from .tensor import QTensor, _assemble
+from .qtensor import QTensor, _assemble
+from .tensor_table import ATEN, on
 
-__all__ = ["ATEN"]
+__all__ = ["row_range"]
 
 aten = torch.ops.aten
-ATEN: dict[Any, Callable[..., Any]] = {}
-
-
-def _on(table: dict[Any, Callable[..., Any]], *functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def add(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            table[function] = handler
-        return handler
-
-    return add
 
 
 # ---- copies and moves ------------------------------------------------------------------------------------------
 
 
-@_on(ATEN, aten.detach.default, aten.alias.default)
+@on(ATEN, aten.detach.default, aten.alias.default)
 def _alias(q: QTensor) -> QTensor:
     return _over(q, q._apply_to_parts(lambda part: part.detach()))
 
 
-@_on(ATEN, aten.clone.default)
+@on(ATEN, aten.clone.default)
 def _clone(q: QTensor, *, memory_format: Any = None) -> QTensor:
     return q._apply_to_parts(lambda part: part.clone())
 
 
-@_on(ATEN, aten._to_copy.default)
+@on(ATEN, aten._to_copy.default)
 def _to_copy(
     q: QTensor,
     *,
@@ -67,7 +58,7 @@ def _to_copy(
     return moved
 
 
-@_on(ATEN, aten.empty_like.default)
+@on(ATEN, aten.empty_like.default)
 def _empty_like(q: QTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> QTensor:
     where = q.device if device is None else torch.device(device)
     like = q if where == q.device or q.keeps_layout else q.canonical()
@@ -76,7 +67,7 @@ def _empty_like(q: QTensor, *, dtype: torch.dtype | None = None, device: Any = N
     return made
 
 
-@_on(ATEN, aten.equal.default)
+@on(ATEN, aten.equal.default)
 def _equal(a: Tensor, b: Tensor) -> bool:
     if not (isinstance(a, QTensor) and isinstance(b, QTensor)) or a.scheme != b.scheme or a.shape != b.shape:
         return False
@@ -87,7 +78,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 # ---- shapes ----------------------------------------------------------------------------------------------------
 
 
-@_on(ATEN, aten.permute.default)
+@on(ATEN, aten.permute.default)
 def _permute(q: QTensor, dims: Sequence[int]) -> QTensor:
     n = q.dim()
     order, same = [_wrap(dim, n) for dim in dims], list(range(n))
@@ -98,7 +89,7 @@ def _permute(q: QTensor, dims: Sequence[int]) -> QTensor:
     return _over(q, _rebuilt(q, q._parts(), q._stored_shape, not q.transposed, q.byte_layout))
 
 
-@_on(ATEN, aten.transpose.int)
+@on(ATEN, aten.transpose.int)
 def _transpose(q: QTensor, dim0: int, dim1: int) -> QTensor:
     order = list(range(q.dim()))
     a, b = _wrap(dim0, q.dim()), _wrap(dim1, q.dim())
@@ -106,12 +97,12 @@ def _transpose(q: QTensor, dim0: int, dim1: int) -> QTensor:
     return _permute(q, order)
 
 
-@_on(ATEN, aten.t.default)
+@on(ATEN, aten.t.default)
 def _t(q: QTensor) -> QTensor:
     return _transpose(q, 0, -1)
 
 
-@_on(ATEN, aten.view.default, aten._unsafe_view.default, aten.expand.default)
+@on(ATEN, aten.view.default, aten._unsafe_view.default, aten.expand.default)
 def _same_shape(q: QTensor, size: Sequence[int], *, implicit: bool = False) -> QTensor:
     # A product of batches asks for these even where nothing changes.
     if not q.transposed and len(size) == 1 < q.dim() and size[0] in (-1, q.numel()):
@@ -203,7 +194,7 @@ def _rebuilt(
     return _assemble(parts, like.scheme, shape, dtype or like.dtype, layout, turned)
 
 
-@_on(ATEN, aten.slice.Tensor)
+@on(ATEN, aten.slice.Tensor)
 def _slice(q: QTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> QTensor:
     dim = _stored_dim(q, dim)
     size = q._stored_shape[dim]
@@ -300,7 +291,7 @@ def _slice_k(q: QTensor, start: int, stop: int, step: int, group_size: int | Non
     return QTensor(packed, along(q.scale), zero_point, q.outer, scheme, shape, q.dtype, "canonical", q.transposed)
 
 
-@_on(ATEN, aten.select.int)
+@on(ATEN, aten.select.int)
 def _select(q: QTensor, dim: int, index: int) -> QTensor:
     stored = _stored_dim(q, dim)
     if stored == len(q._stored_shape) - 1:
@@ -314,17 +305,17 @@ def _select(q: QTensor, dim: int, index: int) -> QTensor:
     return _view_of_rows(q, stored, lambda part, d: part.select(d, index), transposed=q.transposed and not row)
 
 
-@_on(ATEN, aten.unbind.int)
+@on(ATEN, aten.unbind.int)
 def _unbind(q: QTensor, dim: int = 0) -> tuple[QTensor, ...]:
     return tuple(_select(q, dim, i) for i in range(q.shape[dim]))
 
 
-@_on(ATEN, aten.index_select.default)
+@on(ATEN, aten.index_select.default)
 def _index_select(q: QTensor, dim: int, index: Tensor) -> QTensor:
     return _gather(q, dim, lambda part, d: part.index_select(d, index))
 
 
-@_on(ATEN, aten.index.Tensor)
+@on(ATEN, aten.index.Tensor)
 def _index(q: QTensor, indices: Sequence[Tensor | None]) -> QTensor:
     given = [i for i, index in enumerate(indices) if index is not None]
     index = indices[given[0]]
@@ -340,7 +331,7 @@ def _gather(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor]) -> QTe
     return _index_rows(q, stored, index)
 
 
-@_on(ATEN, aten.split.Tensor)
+@on(ATEN, aten.split.Tensor)
 def _split(q: QTensor, size: int, dim: int = 0) -> tuple[QTensor, ...]:
     length = q.shape[dim]
     if size < 0 or (size == 0 and length):
@@ -348,7 +339,7 @@ def _split(q: QTensor, size: int, dim: int = 0) -> tuple[QTensor, ...]:
     return _pieces(q, dim, [(start, min(start + size, length)) for start in range(0, max(length, 1), max(size, 1))])
 
 
-@_on(ATEN, aten.split_with_sizes.default)
+@on(ATEN, aten.split_with_sizes.default)
 def _split_with_sizes(q: QTensor, sizes: Sequence[int], dim: int = 0) -> tuple[QTensor, ...]:
     if min(sizes, default=0) < 0 or sum(sizes) != q.shape[dim]:
         raise ValueError(f"split sizes must add up to {q.shape[dim]}, got {list(sizes)}")
@@ -388,7 +379,7 @@ def _cat_parts(
     return {name: tensors[0]._parts()[name] if name in shared else join([q._parts()[name] for q in tensors]) for name in names}
 
 
-@_on(ATEN, aten.cat.default)
+@on(ATEN, aten.cat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
     qs = _same_kind(tensors, "cat")
     first = qs[0]
@@ -429,7 +420,7 @@ def _cat_k(qs: list[QTensor]) -> QTensor:
     return _rebuilt(first, parts, shape, dtype=_common_dtype(qs))
 
 
-@_on(ATEN, aten.stack.default)
+@on(ATEN, aten.stack.default)
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
     qs = _same_kind(tensors, "stack")
     first = qs[0]

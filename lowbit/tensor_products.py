@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +12,14 @@ from lowbit_kernels import inlined
 from lowbit_kernels.ops import own
 from lowbit_kernels.shortcut import signature, watched
 
+from .qtensor import QTensor, _with_rows
 from .scheme import Scheme
-from .tensor import QTensor, _with_rows
-from .tensor_ops import ATEN, _on, _t
+from .tensor_ops import _t
+from .tensor_table import ATEN, FUNCTIONS, on
 
 __all__ = ["ATEN", "FUNCTIONS", "Activation", "product"]
 
 aten = torch.ops.aten
-FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
 class Activation(NamedTuple):
@@ -94,7 +93,7 @@ def _without_dispatcher(
     return own(y) if y._is_view() else y
 
 
-@_on(FUNCTIONS, torch.nn.functional.linear)
+@on(FUNCTIONS, torch.nn.functional.linear)
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, QTensor) or isinstance(input, QTensor):
         return NotImplemented
@@ -113,7 +112,7 @@ def _as_matrix(row: QTensor) -> QTensor:
     return QTensor(*parts, row.outer, row.scheme, (1, *row._stored_shape), row.dtype, row.byte_layout)
 
 
-@_on(FUNCTIONS, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+@on(FUNCTIONS, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _matmul(a: Tensor, b: Tensor) -> Any:
     # torch would repeat the matrix for each of a batch whose strides it cannot fold.
     if isinstance(b, QTensor) and not isinstance(a, QTensor) and b.dim() == 2 and a.dim() > 2:
@@ -123,7 +122,7 @@ def _matmul(a: Tensor, b: Tensor) -> Any:
     return NotImplemented
 
 
-@_on(FUNCTIONS, torch.nn.functional.embedding)
+@on(FUNCTIONS, torch.nn.functional.embedding)
 def _embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm: Any = None, *rest: Any, **options: Any) -> Any:
     if not isinstance(weight, QTensor):
         return NotImplemented
@@ -137,7 +136,7 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm:
     return _Untrained.apply(y, weight) if weight._trains and torch.is_grad_enabled() else y
 
 
-@_on(ATEN, aten.mm.default)
+@on(ATEN, aten.mm.default)
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     if isinstance(b, QTensor) and not isinstance(a, QTensor):
         return product(a, _t(b)) if b.transposed else a @ b.dequantize(a.dtype)
@@ -146,7 +145,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     raise NotImplementedError("a product of two QTensors: dequantize one of them")
 
 
-@_on(ATEN, aten.addmm.default)
+@on(ATEN, aten.addmm.default)
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if isinstance(b, QTensor) and b.transposed and beta == alpha == 1 and bias.dim() == 1 and not isinstance(a, QTensor):
         return product(a, _t(b), bias)
@@ -154,6 +153,6 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
     return y if beta == 0 else beta * bias + y  # beta 0 ignores even a NaN in bias, as torch does
 
 
-@_on(ATEN, aten.mv.default)
+@on(ATEN, aten.mv.default)
 def _mv(a: Tensor, b: Tensor) -> Tensor:
     return _mm(a, b[:, None])[:, 0]

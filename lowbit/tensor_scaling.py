@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .formats import Format, format_named
+from .qtensor import QTensor
 from .scheme import PLAIN_SCALES
-from .tensor import QTensor
 from .tensor_writes import _put, _upright
 
 __all__ = ["multiply"]

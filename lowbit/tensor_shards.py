@@ -12,16 +12,17 @@ from torch.utils._pytree import tree_map_only
 
 from lowbit_kernels.layouts import LAYOUTS
 
-from .tensor import QTensor
-from .tensor_ops import ATEN, _alias, _on, _rebuilt
+from .qtensor import QTensor
+from .tensor_ops import _alias, _rebuilt
 from .tensor_products import Activation, product
+from .tensor_table import ATEN, on
 
 __all__ = ["sharded_product"]
 
 aten = torch.ops.aten
 
 
-@_on(ATEN, aten.new_zeros.default)
+@on(ATEN, aten.new_zeros.default)
 def _new_zeros(q: QTensor, size: Sequence[int], **options: Any) -> Tensor:
     """A QTensor of as many columns, of which codes and scales are 0 and ``outer`` is that of ``q``; floats of any other size."""
     if len(size) != 2 or q.dim() != 2 or q.transposed or size[1] != q.shape[1] or options.get("dtype") not in (None, q.dtype):
@@ -35,14 +36,14 @@ def _new_zeros(q: QTensor, size: Sequence[int], **options: Any) -> Tensor:
     return _rebuilt(q, parts, (size[0], size[1]), layout=like.byte_layout)
 
 
-@_on(ATEN, aten.as_strided.default)
+@on(ATEN, aten.as_strided.default)
 def _as_strided(q: QTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> QTensor:
     if tuple(size) != tuple(q.shape) or tuple(stride) != tuple(q.stride()) or storage_offset:
         raise ValueError(f"a QTensor keeps its shape {tuple(q.shape)}, got {tuple(size)} with strides {tuple(stride)}")
     return _alias(q)
 
 
-@_on(ATEN, aten.constant_pad_nd.default)
+@on(ATEN, aten.constant_pad_nd.default)
 def _padded(q: QTensor, pad: Sequence[int], value: float = 0) -> Tensor:
     if any(pad):
         raise ValueError(

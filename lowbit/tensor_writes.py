@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from .packing import pack_unchecked, unpack
-from .tensor import QTensor
-from .tensor_ops import ATEN, _on, _same_kind
+from .qtensor import QTensor
+from .tensor_ops import _same_kind
+from .tensor_table import ATEN, on
 
 __all__ = ["become", "follow_gradients", "write"]
 
 aten = torch.ops.aten
 
 
-@_on(ATEN, aten.copy_.default)
+@on(ATEN, aten.copy_.default)
 def _copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, QTensor):
         assert isinstance(source, QTensor)

@@ -10,8 +10,9 @@ from torch.fx import Proxy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .packing import packed_size, unpack
+from .qtensor import _assemble
 from .scheme import Scheme
-from .tensor import QTensor, _assemble
+from .tensor import QTensor
 
 __all__ = ["QuantizedModule", "local"]
 

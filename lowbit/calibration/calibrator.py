@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..ambient import default_device
 from ..layers import Layer, tied_groups
-from ..planning import LayerPlan
+from ..plans import LayerPlan
 from ..recipe import block_counts
 from ..replacement import Replacement, RoundedWeight, moved
 from ..rewrites.rescaling import Rescaler, sealed

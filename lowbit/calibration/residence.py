@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..environment import only_device
-from ..planning import LayerPlan
+from ..plans import LayerPlan
 from ..replacement import Done
 from ..weight import QuantizedModule
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..planning import LayerPlan
+from ..plans import LayerPlan
 from ..recipe import Recipe
 from .data import Batch, Calibration
 from .nesting import leaves

@@ -18,7 +18,7 @@ from .paths import folder_to_write
 
 if TYPE_CHECKING:
     from lowbit import Calibration, Recipe
-    from lowbit.planning import LayerPlan, Plan
+    from lowbit.plans import LayerPlan, Plan
 
 
 def _size(text: str | None) -> str | None:

@@ -23,15 +23,16 @@ from ..checkpoint.shards import FileSet
 from ..checkpoint.tensor_file import CheckpointError, TensorFile
 from ..floats import dequantized_
 from ..layers import Layer, tied_groups
-from ..planning import LayerPlan
+from ..planning import planned
+from ..plans import LayerPlan
 from ..pretrained.config import METHOD, Config, LowbitFolder
 from ..pretrained.methods import override
 from ..pretrained.saving import save_pretrained
-from ..quantize import planned, replace_layers
+from ..replacement import replace_layers
 from ..weight import QuantizedModule
 
 if TYPE_CHECKING:
-    from ..planning import Plan
+    from ..plans import Plan
 
 __all__ = ["LowbitDiffusersQuantizer", "attach", "register"]
 

@@ -20,8 +20,8 @@ from ..calibration.residence import Residence
 from ..calibration.states import States
 from ..calibration.sufficiency import remarks
 from ..layers import Layer, replace_module, tied_groups
-from ..planning import FilterFn, LayerPlan
-from ..quantize import planned
+from ..planning import FilterFn, planned
+from ..plans import LayerPlan
 from ..recipe import Recipe
 from ..replacement import Replacement
 from ..statistics import Statistics

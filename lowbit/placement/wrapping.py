@@ -14,7 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["replace_everywhere", "wrap_accelerate", "wrap_checkpointing", "wrap_dispatching", "wrap_offload_weight"]
+from .disk import is_quantized, replace_everywhere, wrap_offloading
+
+__all__ = ["wrap_accelerate", "wrap_checkpointing", "wrap_dispatching"]
 
 
 def wrap_accelerate(modeling: ModuleType) -> None:
@@ -23,8 +25,7 @@ def wrap_accelerate(modeling: ModuleType) -> None:
     if hasattr(modeling.compute_module_sizes, "__lowbit__"):
         return
     replace_everywhere(modeling.compute_module_sizes, _with_true_sizes(modeling.compute_module_sizes, modeling.CustomDtype.FP8))
-    replace_everywhere(offload.offload_weight, _with_codes(offload.offload_weight))
-    offload.OffloadedWeightsLoader.__getitem__ = _reading_codes(offload.OffloadedWeightsLoader.__getitem__)
+    wrap_offloading(offload)
     replace_everywhere(modeling.load_checkpoint_in_model, _of_folders(modeling.load_checkpoint_in_model))
 
 
@@ -84,7 +85,7 @@ def wrap_checkpointing(checkpointing: ModuleType) -> None:
 
     @functools.wraps(write)
     def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> Any:
-        if safe_serialization and isinstance(obj, dict) and any(_is_quantized(value) for value in obj.values()):
+        if safe_serialization and isinstance(obj, dict) and any(is_quantized(value) for value in obj.values()):
             from .states import in_parts
 
             obj = in_parts(obj)
@@ -100,23 +101,6 @@ def wrap_checkpointing(checkpointing: ModuleType) -> None:
 
     save.__lowbit__ = True  # type: ignore[attr-defined]
     checkpointing.save, checkpointing.load_model = save, load_model  # type: ignore[attr-defined]
-
-
-def wrap_offload_weight() -> None:
-    """Wrap the function of transformers that writes a weight to disk while it loads a model."""
-    from transformers.integrations import accelerate as integration
-
-    if not hasattr(integration.offload_weight, "__lowbit__"):
-        replace_everywhere(integration.offload_weight, _with_codes(integration.offload_weight))
-
-
-def replace_everywhere(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Let every module that has the function ``old`` under its name have ``new``: modules import functions by their names."""
-    name = old.__name__
-    new.__lowbit__ = True  # type: ignore[attr-defined]
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is old:
-            setattr(module, name, new)
 
 
 def _with_true_sizes(compute: Callable[..., Any], byte: Any) -> Callable[..., Any]:
@@ -162,42 +146,4 @@ _OF_FOLDERS = ("model", "device_map", "offload_folder", "dtype", "offload_buffer
 
 def _weights(model: Any) -> list[tuple[str, Any]]:
     """The quantized parameters of ``model``."""
-    tensor = sys.modules.get("lowbit.tensor")  # where that is not imported there is none
-    return [] if tensor is None else [(name, p) for name, p in model.named_parameters() if isinstance(p, tensor.QTensor)]
-
-
-def _is_quantized(weight: Any) -> bool:
-    tensor = sys.modules.get("lowbit.tensor")
-    return tensor is not None and isinstance(weight, tensor.QTensor)
-
-
-def _with_codes(write: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(write)
-    def offload_weight(weight: Any, weight_name: str, offload_folder: Any, index: Any = None) -> Any:
-        if not _is_quantized(weight) or offload_folder is None:
-            return write(weight, weight_name, offload_folder, index)
-        from .disk import write_codes
-
-        entry = write_codes(weight, weight_name, offload_folder)
-        if index is not None:
-            index[weight_name] = entry
-        return index
-
-    return offload_weight
-
-
-def _reading_codes(read: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(read)
-    def get(self: Any, key: str) -> Any:
-        entry = None if key in self.state_dict else self.index.get(key)
-        if entry is None or KEY not in entry:
-            return read(self, key)
-        from .disk import read_codes
-
-        return read_codes(entry, self.save_folder)
-
-    return get
-
-
-KEY = "lowbit_file"
-"""What the entry of a quantized weight has in the index of an offload folder."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if is_quantized(parameter)]

@@ -39,7 +39,7 @@ class Config(QuantizationConfigMixin):
             one up to a dot, a regular expression of these, or how a name ends.
 
     Each weight is quantized as soon as it is read, so that memory holds the quantized model and one float weight (and
-    embeddings that are tied, until the end). ``model.hf_quantizer.plan`` is the :class:`~lowbit.planning.Plan` that was
+    embeddings that are tied, until the end). ``model.hf_quantizer.plan`` is the :class:`~lowbit.plans.Plan` that was
     carried out. Raises ``ValueError`` for a recipe that does not exist, and while loading for a name that no module has.
     """
 

@@ -16,7 +16,7 @@ from transformers.core_model_loading import ConversionOps
 from ..checkpoint.inventory import joined
 from ..embedding import QEmbedding
 from ..linear import QLinear
-from ..planning import LayerPlan
+from ..plans import LayerPlan
 from ..replacement import rounded
 from ..scheme import Scheme
 from ..tensor import QTensor

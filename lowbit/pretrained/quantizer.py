@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
+from ..placement.disk import wrap_offload_weight
+from ..version import __version__
 from .config import METHOD, Config, LowbitFolder
 
 if TYPE_CHECKING:
     from ..checkpoint.header import Header
-    from ..planning import Plan
+    from ..plans import Plan
     from .folder import Folder
     from .stream import Stream
 
@@ -153,7 +155,6 @@ class LowbitQuantizer(HfQuantizer):
 def _override_methods() -> None:
     from transformers.modeling_utils import PreTrainedModel
 
-    from ..placement.wrapping import wrap_offload_weight
     from .methods import override
     from .resizing import resize_token_embeddings
     from .saving import save_pretrained
@@ -215,8 +216,6 @@ def _told(model: Any, header: Header, plan: Plan | None = None) -> LowbitFolder:
 
 def _made(model: Any, plan: Plan | None) -> dict[str, Any]:
     """What is known of ``model`` when it is quantized, beside the recipe."""
-    from .. import __version__
-
     older = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     known = older.made if isinstance(older, LowbitFolder) else {}
     name = str(getattr(model, "name_or_path", "") or "")

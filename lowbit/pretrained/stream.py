@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..layers import Layer, replace_module, tied_groups
-from ..planning import LayerPlan
-from ..quantize import planned, replace_layers
+from ..planning import planned
+from ..plans import LayerPlan
 from ..recipe import block_counts
-from ..replacement import quantized_layer, rounded
+from ..replacement import quantized_layer, replace_layers, rounded
 from .float_folder import check_codes, check_load
 from .kept import keep_float32
 from .loading_report import Report, unheard, watched

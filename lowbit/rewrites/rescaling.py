@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..extras import hand_over
 from ..inserted import Multiply, PreparedLinear
 from ..layers import Layer, layer_kind, replace_module
-from ..planning import LayerPlan
+from ..plans import LayerPlan
 from ..statistics import Statistics
 from .absorption import absorb, scale_columns
 from .record import Rescaled

@@ -89,7 +89,7 @@ class Choice:
     Attributes:
         divisor: [C] float64, positive.
         label: how it came about: ``"alpha 0.55"``; empty where nothing is better than leaving all as it is.
-        before, after: the loss relative to the size of the outputs (see :attr:`lowbit.planning.LayerPlan.loss`).
+        before, after: the loss relative to the size of the outputs (see :attr:`lowbit.plans.LayerPlan.loss`).
     """
 
     divisor: Tensor

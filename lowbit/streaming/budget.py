@@ -11,7 +11,7 @@ from torch import Tensor
 from ..calibration.data import Batch
 from ..calibration.nesting import leaves
 from ..layers import Layer
-from ..planning import LayerPlan, Plan
+from ..plans import LayerPlan, Plan
 from ..recipe import block_of
 
 __all__ = ["Need", "needs", "parse_bytes", "room_for_statistics"]

@@ -27,8 +27,9 @@ from ..checkpoint.inventory import Inventory
 from ..checkpoint.shards import write_files
 from ..checkpoint.skeleton import built, write_config
 from ..environment import usable_device
-from ..planning import Plan
-from ..quantize import blockwise, planned
+from ..planning import planned
+from ..plans import Plan
+from ..quantize import blockwise
 from ..recipe import Recipe
 from ..replacement import Progress, Replacement
 from .budget import room_for_statistics

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..calibration.residence import Residence
-from ..planning import LayerPlan
+from ..plans import LayerPlan
 from ..replacement import Done
 from . import heap
 from .source import Source

@@ -22,7 +22,7 @@ from ..checkpoint.assembly import Assembly
 from ..checkpoint.inventory import Inventory
 from ..checkpoint.shards import FileSet
 from ..checkpoint.tensor_file import Spec, Stored, TensorFile, write_tensor_file
-from ..planning import LayerPlan
+from ..plans import LayerPlan
 from ..replacement import Done
 from ..rewrites.record import Rescaled
 

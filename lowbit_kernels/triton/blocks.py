@@ -20,22 +20,12 @@ from . import tables
 from .decodings import FLOATS, INTEGERS, TABLE, decoding
 
 __all__ = [
-    "KERNELS", "Block", "block", "bucket", "candidates", "fitted", "fixed", "held", "is_block", "key", "narrow", "rule",
+    "Block", "block", "bucket", "candidates", "fitted", "fixed", "held", "key", "narrow", "rule",
     "shared_memory", "takes_wide",
 ]  # fmt: skip
 
 Block = Mapping[str, int]
-KERNELS = ("gemv", "gemm", "eights")
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # of M, by their largest; one for all above them
-_FIELDS = {
-    "gemv": ({"ROWS", "WORDS", "num_warps"}, {"ROWS", "QUADS", "num_warps"}),
-    "gemm": (
-        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS"},
-        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS", "REGISTERS"},  # the most that a thread may take
-    ),
-    "eights": ({"BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "STAGES"},),
-}
-_MOST = {"num_warps": 16, "STAGES": 8, "PARTS": 64}
 _PROCESSORS = 132  # multiprocessors, of an H200
 _SHARED = 227 * 1024  # bytes that a block may hold there
 _SLACK = 32 * 1024  # of them for scales, zero points, and numbers on their way from thread to thread
@@ -56,7 +46,7 @@ def _chosen(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtyp
     if dtype != torch.float32:
         measured = tables.measured(device)
         for name in (key(kernel, scheme, m, n, k), key(kernel, scheme.bits, m, n, k)):
-            if (found := measured.get(name)) is not None and is_block(kernel, found):
+            if (found := measured.get(name)) is not None and tables.is_block(kernel, found):
                 return fitted(kernel, found, scheme, dtype, k, shared_memory(device))
     return fitted(kernel, rule(kernel, scheme, dtype, m, n, k), scheme, dtype, k, shared_memory(device))
 
@@ -91,18 +81,6 @@ def bucket(m: int) -> int:
 
 def _power_above(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
-
-
-def is_block(kernel: str, found: object) -> bool:
-    """Whether ``found`` is a block that ``kernel`` can take: anything may stand in a file."""
-    if kernel not in _FIELDS or not isinstance(found, Mapping) or set(found) not in _FIELDS[kernel]:
-        return False
-    for name, size in found.items():
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST.get(name, 2048):
-            return False
-        if name not in ("STAGES", "PARTS") and size & (size - 1):
-            return False
-    return kernel == "gemv" or all(found[name] >= 8 for name in found if name.startswith("BLOCK") or name == "WORDS")
 
 
 # ---- rules -------------------------------------------------------------------------------------------------------

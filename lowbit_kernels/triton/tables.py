@@ -20,12 +20,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["SHIPPED", "described", "file_of", "measured", "merge", "read", "shipped_file"]
+__all__ = ["KERNELS", "SHIPPED", "described", "file_of", "is_block", "measured", "merge", "read", "shipped_file"]
 
 SHIPPED = Path(__file__).parent / "measured"
 _VERSION = 1
 
 Blocks = dict[str, dict[str, int]]
+KERNELS = ("gemv", "gemm", "eights")
+_FIELDS = {
+    "gemv": ({"ROWS", "WORDS", "num_warps"}, {"ROWS", "QUADS", "num_warps"}),
+    "gemm": (
+        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS"},
+        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS", "REGISTERS"},  # the most that a thread may take
+    ),
+    "eights": ({"BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "STAGES"},),
+}
+_MOST = {"num_warps": 16, "STAGES": 8, "PARTS": 64}
 
 
 def described(device: torch.device) -> dict[str, Any]:
@@ -101,12 +111,22 @@ def read(path: Path, holds_for: Mapping[str, Any]) -> Blocks:
     for name, value in holds_for.items():
         if data.get(name) != value:
             return _ignored(path, f"is for {name} {data.get(name)!r}, and this is {value!r}")
-    from .blocks import is_block
-
     wrong = next((name for name, block in found.items() if not is_block(name.split(" ")[0], block)), None)
     if wrong is not None:
         return _ignored(path, f"holds {found[wrong]!r} for {wrong!r}, which no kernel takes")
     return found
+
+
+def is_block(kernel: str, found: object) -> bool:
+    """Whether ``found`` is a block that ``kernel`` can take: anything may stand in a file."""
+    if kernel not in _FIELDS or not isinstance(found, Mapping) or set(found) not in _FIELDS[kernel]:
+        return False
+    for name, size in found.items():
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST.get(name, 2048):
+            return False
+        if name not in ("STAGES", "PARTS") and size & (size - 1):
+            return False
+    return kernel == "gemv" or all(found[name] >= 8 for name in found if name.startswith("BLOCK") or name == "WORDS")
 
 
 def _ignored(path: Path, why: str) -> Blocks:

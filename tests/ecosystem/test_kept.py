@@ -27,7 +27,7 @@ def _quiet():
     transformers.utils.logging.set_verbosity_error()
 
 
-def reasons(plan: lowbit.planning.Plan) -> dict[str, str]:
+def reasons(plan: lowbit.plans.Plan) -> dict[str, str]:
     return {layer.name: layer.reason for layer in plan.kept}
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 
 import lowbit
 from tests import ROOT
+from tests.support.module_graph import circles, graph, imports, layers, modules
 
 PACKAGES = ("lowbit", "lowbit_kernels", "evals")
 
@@ -23,11 +21,15 @@ EVERYTHING = ("lowbit", "lowbit.*", "lowbit_kernels", "lowbit_kernels.*")
 # fails, so that its place is a decision.
 RULES: dict[str, tuple[str, ...]] = {
     # All else is imported when it is used.
-    "lowbit": ("lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival"),
+    "lowbit": (
+        "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival", "lowbit.tensor", "lowbit.version",
+    ),
+    "lowbit.version": (),
     "lowbit.plugins": (),
     "lowbit.catalog": ("lowbit.plugins",),
     "lowbit.formats": ("lowbit.catalog",),
     "lowbit.packing": (),
+    "lowbit.tensor_table": (),
     "lowbit.scheme": ("lowbit.catalog", "lowbit.formats", "lowbit.packing"),
     "lowbit.grid": ("lowbit.scheme", "lowbit.formats"),
     "lowbit.scales": ("lowbit.scheme", "lowbit.grid", "lowbit.formats"),
@@ -51,7 +53,7 @@ RULES: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(
         (
-            "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.tensor_writes",
+            "lowbit.qtensor", "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.tensor_writes",
             "lowbit.tensor_arithmetic", "lowbit.tensor_scaling", "lowbit.tensor_shards", "lowbit.routed", "lowbit.experts",
             "lowbit.sharding", "lowbit.pickling",
             "lowbit.weight", "lowbit.linear", "lowbit.fusion", "lowbit.fused", "lowbit.tokens", "lowbit.embedding",
@@ -60,8 +62,8 @@ RULES: dict[str, tuple[str, ...]] = {
             "lowbit.equivalence", "lowbit.layers",
             "lowbit.calibration", "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
             "lowbit.mixing", "lowbit.mixing.*", "lowbit.diagnosis", "lowbit.diagnosis.*",
-            "lowbit.quantize", "lowbit.planning", "lowbit.recipe", "lowbit.target", "lowbit.api", "lowbit.methods",
-            "lowbit.rewrite", "lowbit.rewrites", "lowbit.rewrites.*",
+            "lowbit.quantize", "lowbit.planning", "lowbit.plans", "lowbit.recipe", "lowbit.target", "lowbit.api",
+            "lowbit.methods", "lowbit.rewrite", "lowbit.rewrites", "lowbit.rewrites.*",
             "lowbit.__main__", "lowbit.command", "lowbit.command.*", "lowbit.environment",
             "lowbit.pretrained", "lowbit.pretrained.*", "lowbit.placement", "lowbit.placement.*",
             "lowbit.diffusion", "lowbit.diffusion.*", "lowbit.floats",
@@ -88,31 +90,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def is_module(name: str) -> bool:
-    path = ROOT.joinpath(*name.split("."))
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-
-
-FILES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
-
-
-def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, str | None]]:
-    """(module, name) of every import in ``source``, at any depth; name None where the module itself is imported."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            package = module.split(".") if is_package else module.split(".")[:-1]
-            base = package[: len(package) + 1 - node.level] if node.level else []
-            target = ".".join((*base, *([node.module] if node.module else [])))
-            for alias in node.names:
-                inner = f"{target}.{alias.name}"
-                yield (inner, None) if is_module(inner) else (target, alias.name)
+FILES = modules(*PACKAGES)
 
 
 def first_match(table: dict[str, tuple[str, ...]], module: str) -> tuple[str, ...] | None:
@@ -147,6 +125,38 @@ def is_public(target: str, name: str | None) -> bool:
 def test_imports(module):
     path = FILES[module]
     assert violations(path.read_text(), module, path.name == "__init__.py") == []
+
+
+def test_no_circle():
+    """Of all import statements, in functions too; the names that lowbit gives when they are asked for count as imports."""
+    edges = graph(modules("lowbit", "lowbit_kernels"))
+    edges["lowbit"] |= lowbit._NAMES.keys()
+    assert circles(edges) == []
+    assert sorted(module for layer in layers(edges) for module in layer) == sorted(edges)
+
+
+@pytest.mark.parametrize(
+    ("edges", "found"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, [["b", "c"]]),
+        ({"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": {"e"}, "e": {"c"}}, [["a", "b"], ["c", "d", "e"]]),
+    ],
+)
+def test_circles_are_found(edges, found):
+    assert circles(edges) == found
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        ("def f():\n    from . import scales", {"lowbit.scales"}),
+        ("from . import scheme as s, SCHEMES", {"lowbit.scheme", "lowbit"}),
+        ("if TYPE_CHECKING:\n    from .grid import Scales\nelse:\n    import lowbit.tensor", {"lowbit.tensor"}),
+    ],
+)
+def test_what_is_an_import(source, seen):
+    assert {target for target, _ in imports(source, "lowbit.newcomer", False, typing=False)} == seen
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from lowbit import Calibration, CheckpointError, quantize_, quantize_folder
 from lowbit.algorithms import ROUNDERS
 from lowbit.calibration.calibrator import Calibrator
 from lowbit.command import run
-from lowbit.quantize import planned
+from lowbit.planning import planned
 from lowbit.streaming.budget import needs, parse_bytes, room_for_statistics
 from tests import ROOT
 from tests.ecosystem import test_architectures as architectures

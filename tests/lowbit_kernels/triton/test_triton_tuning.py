@@ -68,14 +68,14 @@ def test_a_bucket_holds_its_m(m):
 
 @settings(max_examples=50)
 @given(
-    st.sampled_from(blocks.KERNELS), st.sampled_from(["int4", "mxfp4", "nf4", "int8", "int3"]), st.integers(1, 200), SIZES,
+    st.sampled_from(tables.KERNELS), st.sampled_from(["int4", "mxfp4", "nf4", "int8", "int3"]), st.integers(1, 200), SIZES,
     st.integers(1, 1 << 15), st.sampled_from([torch.float16, torch.float32]),
 )  # fmt: skip
 def test_candidates_are_blocks_and_begin_with_the_rule(kernel, name, m, n, k, dtype):
     scheme = lowbit.SCHEMES[name]
     found = blocks.candidates(kernel, scheme, dtype, m, n, k)
     assert found[0] == blocks.fitted(kernel, blocks.rule(kernel, scheme, dtype, m, n, k), scheme, dtype, k, 227 * 1024)
-    assert all(blocks.is_block(kernel, block) for block in found)
+    assert all(tables.is_block(kernel, block) for block in found)
     assert found[0] not in found[1:]
     for block in found if kernel == "gemm" else ():  # both factors of every stage, in what a processor of an H100 has
         weight, x = block["BLOCK_N"] * scheme.bits, block["BLOCK_M"] * 8 * dtype.itemsize
@@ -188,7 +188,7 @@ def test_a_file_that_was_cut_or_altered_somewhere_raises_nothing(data):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         blocks.forget()
-        assert blocks.is_block("gemv", chosen())
+        assert tables.is_block("gemv", chosen())
     assert len(caught) <= 1
 
 
@@ -236,7 +236,7 @@ def test_the_loop_measures_keeps_the_best_and_ends_in_time(problem, m, kernels, 
     found = tuning.measure([problem], (m,), "cpu", minutes=0.1, repeats=1, clock=lambda: float(next(ticks)))
     assert {row["row"].split("_")[1] for row in found["rows"]} <= {"gemv", "gemm", "int8"}
     assert {name.split(" ")[0] for name in found["blocks"]} == kernels
-    assert all(blocks.is_block(name.split(" ")[0], block) for name, block in found["blocks"].items())
+    assert all(tables.is_block(name.split(" ")[0], block) for name, block in found["blocks"].items())
     assert all(row["tried"] >= 1 and row["us"] <= row["us_without"] for row in found["rows"])
     assert sum(row["tried"] for row in found["rows"]) <= 6  # seconds of the clock, of which each measurement takes some
     assert found["finished"] == found["asked"] == 1

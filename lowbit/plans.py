@@ -1,0 +1,118 @@
+"""Plans as values: what becomes of each layer of a model, and what is known of it once that is done."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .recipe import Recipe
+from .rewrites.record import Rescaled
+from .target import Target
+
+__all__ = ["LayerPlan", "Plan"]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer of a plan.
+
+    ``target`` is None for a layer that stays as it is, and ``reason`` says why. ``kernels`` and ``refusals`` map the
+    rows of an input (1, 16, 512) to the kernel that will run and to (kernel, why it refused) of each before it; ``layout``
+    is the arrangement of the bytes that they read.
+
+    What is known when it was carried out, and no part of the plan: ``loss``, the squared error of the layer's outputs over
+    their square on calibration data (tr(E G E^T) / tr(W G W^T), G the mean of x x^T, E against W also where a rounder aimed at
+    more), ``notes``, and what ``rewrites`` did to the layer's input.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    target: Target | None
+    reason: str
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+    names: tuple[str, ...] = ()
+    tied_to: str | None = None
+    kernels: dict[int, str] = field(default_factory=dict)
+    refusals: dict[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    layout: str = "canonical"
+    loss: float | None = field(default=None, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    rewrites: tuple[Rescaled, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of each layer of a model, in the order of its modules; ``notes`` on how it was carried out, and the ``rows``
+    (and ``tokens``, where they are that) of the data that was looked at: ``calibration``, None for none."""
+
+    recipe: Recipe
+    layers: tuple[LayerPlan, ...]
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    calibration: dict[str, int] | None = field(default=None, compare=False)
+
+    @property
+    def changed(self) -> tuple[LayerPlan, ...]:
+        """The layers that are quantized."""
+        return tuple(layer for layer in self.layers if layer.target is not None)
+
+    @property
+    def kept(self) -> tuple[LayerPlan, ...]:
+        """The layers that stay as they are, each with its reason."""
+        return tuple(layer for layer in self.layers if layer.target is None)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the weights of all these layers; a tied weight counts once."""
+        return sum(layer.bytes_before for layer in self.layers if layer.tied_to is None)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(layer.bytes_after for layer in self.layers if layer.tied_to is None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        layers = []
+        for layer in self.layers:
+            entry = asdict(layer)
+            entry["target"] = None if layer.target is None else layer.target.to_dict()
+            layers.append(entry)
+        return {
+            "recipe": self.recipe.to_dict(),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "layers": layers,
+            "notes": list(self.notes),
+            "calibration": self.calibration,
+        }
+
+    def __str__(self) -> str:
+        width = max((len(layer.name) for layer in self.layers), default=0)
+        lines = []
+        for layer in self.layers:
+            shape = "x".join(map(str, layer.shape))
+            if layer.target is None:
+                lines.append(f"{layer.name:{width}}  {shape:>12}  stays {layer.dtype}: {layer.reason}")
+                continue
+            kernels = " ".join(f"M={m}:{kernel}" for m, kernel in layer.kernels.items())
+            tied = f" ({layer.reason})" if layer.reason else ""
+            tied += "" if layer.loss is None else f", loss {layer.loss:.2e}"
+            tied += "".join(f"; {note}" for note in (*map(str, layer.rewrites), *layer.notes))
+            if layer.layout != "canonical":
+                kernels += f" from {layer.layout}"
+            lines.append(
+                f"{layer.name:{width}}  {shape:>12}  {layer.target}, {layer.bits_per_weight:.2f} bits, "
+                f"{layer.bytes_before:,} -> {layer.bytes_after:,} bytes, {kernels}{tied}"
+            )
+        if self.recipe.rewrites:
+            lines.append(f"rewritten before: {', '.join(map(str, self.recipe.rewrites))}")
+        lines += self.notes
+        ratio = self.bytes_before / max(self.bytes_after, 1)
+        lines.append(
+            f"{len(self.changed)} of {len(self.layers)} layers quantized, "
+            f"{self.bytes_before:,} -> {self.bytes_after:,} bytes ({ratio:.2f} times smaller)"
+        )
+        return "\n".join(lines)
