@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from lowbit.decoding import INTEGERS
 from lowbit.formats import FORMATS, Format
 
 HEADER = Path(__file__).with_name("formats.h")
@@ -42,8 +43,7 @@ def _wrapped(words: list[str], width: int = 116) -> list[str]:
 
 def _struct(fmt: Format) -> str:
     values = "\n".join("      " + line for line in _wrapped([_literal(v) + "," for v in fmt.values]))
-    # A table may leave codes out that encode never produces; it is an integer only if every code follows the rule.
-    integer = fmt.step == 1 and not fmt.unused
+    integer = fmt.decoding.kind == INTEGERS and fmt.decoding.factor == 1
     return f"""
 struct {fmt.name} {{
   static constexpr int bits = {fmt.bits};

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .catalog import Catalog, kept
+from .decoding import Decoding, decoding_of
 
 __all__ = ["FORMATS", "Float", "Format", "FormatsThat", "Int", "Table", "format_named"]
 
@@ -95,6 +96,11 @@ class Format:
     def nan(self) -> int | None:
         """The first code that means NaN, where the format has one."""
         return next((code for code, value in enumerate(self.values) if math.isnan(value)), None)
+
+    @cached_property
+    def decoding(self) -> Decoding:
+        """How kernels compute the number of a code."""
+        return decoding_of(self.values)
 
     @cached_property
     def step(self) -> float | None:

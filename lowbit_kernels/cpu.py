@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lowbit.decoding import INTEGERS
 from lowbit.formats import FORMATS, Format, FormatsThat
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
@@ -134,10 +135,8 @@ def are_small_integers(fmt: Format) -> bool:
 
 
 def are_integers(fmt: Format) -> bool:
-    """Whether numbers are those of two's complement, or of codes without a sign, times a power of two."""
-    half = 1 << (fmt.bits - 1)
-    codes = [(c ^ half) - half for c in range(2 * half)], [*range(2 * half)]
-    return any([v * 2**log for v in fmt.values] == of for log in range(9) for of in codes)
+    """Whether numbers are those of two's complement, or of codes without a sign, times 1 to 2**-8."""
+    return fmt.decoding.kind == INTEGERS and 2**-8 <= fmt.decoding.factor <= 1
 
 
 def _quicker(dots: Callable[[int], int], floats: dict[str, int]) -> Callable[[Call], str | None]:

@@ -5,11 +5,13 @@ The library is loaded when a call first asks for it; importing this file touches
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from lowbit.decoding import FLOATS, INTEGERS
 from lowbit.scheme import Scheme
 
 from .bound import Bound, Product, direct, prepared
@@ -41,24 +43,13 @@ def linear(scheme: Scheme) -> Product:
     return product
 
 
-# What tells the kernel how to decode a format: bits of a float's exponent, 0 for integers, -1 for a table.
-_EXPONENTS = {
-    **{f"{sign}int{bits}": 0 for sign in ("", "u") for bits in range(2, 9)},
-    "mxint8": 0,
-    "fp4_e2m1": 2,
-    "fp6_e2m3": 2,
-    "fp6_e3m2": 3,
-    "fp8_e4m3fn": 4,
-    "fp8_e5m2": 5,
-    "nf4": -1,
-}
-_POWERS = {"mxint8": 6}  # of 1/2 that the numbers lack there
-
-
 def _kind(scheme: Scheme) -> int:
     """How to decode a weight, as ``Kind`` of csrc/cuda/host.h reads it: one number, since each argument costs host time."""
-    exponent, is_e8m0 = _EXPONENTS[scheme.format], scheme.scale == "e8m0"
-    fields = scheme.bits | (exponent + 1) << 4 | scheme.fmt.signed << 8 | is_e8m0 << 9 | _POWERS.get(scheme.format, 0) << 10
+    found, bits, is_e8m0 = scheme.fmt.decoding, scheme.bits, scheme.scale == "e8m0"
+    # Bits of a float's exponent, 0 for integers, -1 for a table; and the powers of 1/2 that integers are times.
+    exponent = {INTEGERS: 0, FLOATS: bits - 1 - found.mantissa}.get(found.kind, -1)
+    powers = round(-math.log2(found.factor)) if found.kind == INTEGERS else 0
+    fields = bits | (exponent + 1) << 4 | scheme.fmt.signed << 8 | is_e8m0 << 9 | powers << 10
     return int(fields | (scheme.group_size + 1) << 16)
 
 
@@ -165,10 +156,11 @@ for _name, _formats, _scales, _groups, _most in (
             tiles=((_most, 16, 256), (_most, 16, 512)),
         )
     )
+_INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 9))
 _FLOATS = frozenset({"fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"})
 # Hopper's own rows are the first: from nine rows of x on they are the faster ones.
 for _name, _formats, _scales, _groups in (
-    ("cuda_tiles_halves", frozenset(_EXPONENTS) - {"mxint8"}, ALL_PLAIN_SCALES, _tile_groups),
+    ("cuda_tiles_halves", _INTEGERS | _FLOATS | {"nf4"}, ALL_PLAIN_SCALES, _tile_groups),
     ("cuda_tiles_halves_mx", _FLOATS | {"int8", "mxint8"}, _E8M0, _groups_of(32)),
     ("cuda_tiles_halves_nv", _FP4, _E4M3, _groups_of(16)),
 ):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowbit.formats import Format
+from lowbit.decoding import INTEGERS
 from lowbit.grid import Scales, scale_values, to_values
 from lowbit.packing import unpack
 from lowbit.scales import rounded_tokens
@@ -58,21 +58,15 @@ def dequantize(
     parts = LAYOUTS[layout].restore(Parts(packed, scale, zero_point), scheme, k)
     codes = unpack(parts.packed, scheme.bits, k, torch.int32)  # ONNX shifts no smaller numbers
     scales = Scales(parts.scale, parts.zero_point, outer)
-    if not _is_plain(scheme.fmt) or k % scheme.group(k):
-        return to_values(codes, scheme, scales, dtype)
-    if scheme.fmt.signed:
-        half = 1 << (scheme.bits - 1)
-        codes = (codes ^ half) - half
+    decoding = scheme.fmt.decoding
+    if decoding.kind != INTEGERS or decoding.factor != 1 or k % scheme.group(k):
+        return to_values(codes, scheme, scales, dtype)  # which reads a table
+    if decoding.flip:
+        codes = (codes ^ decoding.flip) - decoding.flip
     values = codes.unflatten(-1, (-1, scheme.group(k))).to(torch.float32)
     if scales.zero_point is not None:
         values = values - scales.zero_point[..., None].to(torch.float32)
     return (values * scale_values(scheme, scales)[..., None]).flatten(-2).to(dtype)
-
-
-def _is_plain(fmt: Format) -> bool:
-    """Whether the numbers are those of their codes' bits: then no table has to be read."""
-    half = len(fmt.values) // 2
-    return fmt.step == 1 and all(value == ((code ^ half) - half if fmt.signed else code) for code, value in enumerate(fmt.values))
 
 
 def linear(

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.decoding import FLOATS
 from lowbit.scheme import Scheme
 
 from ..epilogues import EPILOGUES
 from ..registry import ALL_PLAIN_SCALES, Call, Kernel, register
 from .blocks import block
-from .decodings import FLOATS, decoding
 from .linear import ON_A_CPU, compiles
 from .operands import launch_options, on_device, starts_early
 from .quantization import round_rows
@@ -45,7 +45,7 @@ def codes_product(
     y = torch.empty(m, n, dtype=dtype, device=codes.device)
     if not y.numel():
         return y
-    how = decoding(scheme.format)
+    how = scheme.fmt.decoding
     packed = packed if packed.stride(1) == 1 else packed.contiguous()
     config = dict(block("eights", codes.device, scheme, dtype, m, n, k))
     with on_device(codes.device):

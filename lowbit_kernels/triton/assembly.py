@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .decodings import FLOATS, INTEGERS, Decoding
+from lowbit.decoding import FLOATS, INTEGERS, Decoding
 
 __all__ = ["assembly", "bytes_as_floats"]
 

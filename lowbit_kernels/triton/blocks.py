@@ -14,10 +14,10 @@ from functools import lru_cache
 import torch
 
 from lowbit.catalog import kept
+from lowbit.decoding import FLOATS, INTEGERS, TABLE
 from lowbit.scheme import Scheme
 
 from . import tables
-from .decodings import FLOATS, INTEGERS, TABLE, decoding
 
 __all__ = [
     "Block", "block", "bucket", "candidates", "fitted", "fixed", "held", "key", "narrow", "rule",
@@ -96,7 +96,7 @@ def rule(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int
 def takes_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
     """Whether a row of x can meet sixteen bytes a thread: codes of four bits whose groups are whole such pieces. In float32 x
     would lose bits when it is divided by a power of two."""
-    how = decoding(scheme.format)
+    how = scheme.fmt.decoding
     plain = how.kind == INTEGERS or (how.kind == FLOATS and how.special == 0 and how.mantissa <= 1)
     group = 0 if scheme.group(k) >= k else scheme.group_size
     whole = scheme.bits == 4 and k % 32 == 0 and (group % 32 == 0 or (group == 16 and scheme.zero_point == "none"))
@@ -158,7 +158,7 @@ def held(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: int)
     columns = 8 * chosen["WORDS"]
     codes = columns * chosen["BLOCK_N"] * scheme.bits // 8
     numbers = 0
-    if decoding(scheme.format).kind == TABLE and (k % columns or stages <= 2):
+    if scheme.fmt.decoding.kind == TABLE and (k % columns or stages <= 2):
         numbers = max(stages - 1, 1) * columns * chosen["BLOCK_N"] * 4
     return stages * (columns * chosen["BLOCK_M"] * dtype.itemsize + codes) + numbers + _SLACK
 

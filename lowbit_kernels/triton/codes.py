@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decodings import FLOATS, INTEGERS, POWERS
+from lowbit.decoding import FLOATS, INTEGERS, POWERS
 
 _INTEGERS = tl.constexpr(INTEGERS)
 _FLOATS = tl.constexpr(FLOATS)
@@ -153,7 +153,7 @@ def numbers(
     codes, table, KIND: tl.constexpr, BITS: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL: tl.constexpr,
     FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of int32 ``codes``, float32 and exact, by a :class:`~.decodings.Decoding`."""
+    """The numbers of int32 ``codes``, float32 and exact, by a :class:`lowbit.decoding.Decoding`."""
     if KIND == _INTEGERS:
         # The codes as the last bits of 2**23 + code: no instruction that converts, of which there are few a clock.
         magic = ((codes ^ FLIP) | 0x4B000000).to(tl.float32, bitcast=True)

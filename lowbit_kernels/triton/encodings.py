@@ -1,4 +1,4 @@
-"""How a kernel finds the code nearest to a number: read off the format's table, as :mod:`.decodings` is."""
+"""What kernels read of a format: its numbers, and how the code nearest to a number is found."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit.decoding import FLOATS, INTEGERS, TABLE
 from lowbit.formats import Format, format_named
 
-from .decodings import FLOATS, INTEGERS, TABLE, decoding
-
-__all__ = ["Encoding", "encoding", "steps_of"]
+__all__ = ["Encoding", "encoding", "steps_of", "table_of"]
 
 _MOST = 16  # numbers of a table that is searched one by one
 
@@ -48,7 +47,7 @@ def encoding(name: str) -> Encoding | None:
 
 @lru_cache(maxsize=256)
 def _encoding(fmt: Format) -> Encoding | None:
-    how = decoding(fmt.name)
+    how = fmt.decoding
     if how.kind == INTEGERS and fmt.step is not None and fmt.nan is None:
         return Encoding(INTEGERS, inverse=1 / fmt.step, low=fmt.min / fmt.step, high=fmt.max / fmt.step)
     # The sign of what rounds to zero is kept, and of codes that are never produced there are none below the largest number.
@@ -76,3 +75,16 @@ def steps_of(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
             order = torch.tensor([code for _, code in fmt._grid], dtype=torch.uint8, device=device)
         known = _steps[name, device] = (fmt, thresholds, order)
     return known[1], known[2]
+
+
+_tables: dict[tuple[str, torch.device], tuple[Format, Tensor]] = {}
+
+
+def table_of(name: str, device: torch.device) -> Tensor:
+    """The numbers of a format, float32 [2**bits] on ``device``: kept, so that a CUDA graph can capture its use."""
+    known = _tables.get((name, device))
+    if known is None or known[0] is not format_named(name):
+        fmt = format_named(name)
+        with torch.inference_mode(False), torch.no_grad():
+            known = _tables[name, device] = (fmt, torch.tensor(fmt.values, dtype=torch.float32, device=device))
+    return known[1]

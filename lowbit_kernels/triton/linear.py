@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.decoding import FLOATS, INTEGERS, POWERS
 from lowbit.formats import FormatsThat, format_named
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from ..epilogues import EPILOGUES
 from ..registry import Call, Kernel, register
 from .blocks import block, narrow, takes_wide
-from .decodings import FLOATS, INTEGERS, POWERS, decoding
 from .operands import Parts, assembly_for, assembly_for_bytes, at_most, launch_options, on_cuda, on_device, ramp, starts_early
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
@@ -77,18 +77,21 @@ def _gemv_wide(
 
 def _exact_in_sixteen_bits(name: str) -> bool:
     """Whether the kernel makes the numbers of a format in bfloat16 and in float16 without rounding them."""
-    how, bits = decoding(name), format_named(name).bits
+    fmt = format_named(name)
+    how, bits = fmt.decoding, fmt.bits
     return how.kind == INTEGERS or (how.kind == FLOATS and bits - 1 - how.mantissa <= 5)
 
 
 def how_to_scale(scheme: Scheme, k: int, words: int, dtype: torch.dtype) -> int:
     """``HOW`` of :func:`.gemm.gemm`: 0 where the numbers are exact in ``dtype`` and a group is a whole number of blocks."""
-    how = decoding(scheme.format)
+    how = scheme.fmt.decoding
     group = 0 if scheme.group(k) >= k else scheme.group_size
     exact = (_exact_in_sixteen_bits(scheme.format) or dtype == torch.float32) and scheme.zero_point != "float"
     if exact and group % (8 * words) == 0:
         return 0
-    kept = scheme.scale == "bf16" or (scheme.scale not in PLAIN_SCALES and decoding(scheme.scale).kind in (FLOATS, POWERS))
+    kept = scheme.scale == "bf16" or (
+        scheme.scale not in PLAIN_SCALES and format_named(scheme.scale).decoding.kind in (FLOATS, POWERS)
+    )
     whole = how.kind != INTEGERS or how.factor == 1
     return 1 if exact and whole and kept and dtype == torch.bfloat16 else 2
 

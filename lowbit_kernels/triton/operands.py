@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from lowbit.catalog import kept
+from lowbit.decoding import TABLE
+from lowbit.formats import format_named
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from .assembly import assembly, bytes_as_floats
-from .decodings import TABLE, decoding, table_of
+from .encodings import table_of
 
 
 @kept(maxsize=256)
 def how_of(scheme: Scheme) -> dict[str, Any]:
     """The compile-time constants that every kernel takes from the scheme."""
-    how = decoding(scheme.format)
-    scale = None if scheme.scale in PLAIN_SCALES else decoding(scheme.scale)
+    how = scheme.fmt.decoding
+    scale = None if scheme.scale in PLAIN_SCALES else format_named(scheme.scale).decoding
     return {
         "BITS": scheme.bits,
         "KIND": how.kind,
@@ -100,7 +102,7 @@ def assembly_for(scheme: Scheme, x: Tensor) -> str:
     """What makes words of codes numbers of the dtype of ``x`` two at a time; empty where that is left to the compiler."""
     if not on_cuda(x.device):
         return ""
-    return assembly(decoding(scheme.format), scheme.bits, scheme.zero_point != "none", x.dtype)
+    return assembly(scheme.fmt.decoding, scheme.bits, scheme.zero_point != "none", x.dtype)
 
 
 @kept(maxsize=256)
@@ -109,7 +111,7 @@ def assembly_for_bytes(scheme: Scheme, device: torch.device) -> str:
     if not on_cuda(device):
         return ""
     major, minor = torch.cuda.get_device_capability(device)
-    return bytes_as_floats(decoding(scheme.format), 10 * major + minor)
+    return bytes_as_floats(scheme.fmt.decoding, 10 * major + minor)
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:

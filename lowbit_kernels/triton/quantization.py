@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lowbit.catalog import kept
-from lowbit.formats import FORMATS, FormatsThat
+from lowbit.decoding import FLOATS
+from lowbit.formats import FORMATS, FormatsThat, format_named
 from lowbit.packing import packed_size
 from lowbit.scales import outer_scale
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from .. import reference
 from ..registry import Call, Kernel, register
-from .decodings import FLOATS, decoding
 from .encodings import Encoding, encoding, steps_of
 from .linear import ON_A_CPU, compiles
 from .operands import on_device
@@ -111,7 +111,7 @@ def constants(scheme: Scheme, method: str = "range") -> dict[str, Any]:
     assert how is not None, "the row refuses such a format"
     scale, as_number = Encoding(FLOATS), None
     if scheme.scale not in (*PLAIN_SCALES, "e8m0"):
-        found, as_number = encoding(scheme.scale), decoding(scheme.scale)
+        found, as_number = encoding(scheme.scale), format_named(scheme.scale).decoding
         assert found is not None
         scale = found
     symmetric = scheme.zero_point == "none"

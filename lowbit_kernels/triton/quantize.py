@@ -7,8 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lowbit.decoding import FLOATS
+
 from .codes import _POWERS, numbers
-from .decodings import FLOATS
 from .rounding import bfloat16_bits, divided, nearest, store_codes
 
 _FLOATS = tl.constexpr(FLOATS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decodings import FLOATS, INTEGERS
+from lowbit.decoding import FLOATS, INTEGERS
 
 _INTEGERS = tl.constexpr(INTEGERS)
 _FLOATS = tl.constexpr(FLOATS)

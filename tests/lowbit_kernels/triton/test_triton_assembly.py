@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowbit.decoding import INTEGERS, TABLE, Decoding
 from lowbit.formats import FORMATS, Format
 from lowbit.packing import pack
 from lowbit_kernels.triton.assembly import assembly, bytes_as_floats
-from lowbit_kernels.triton.decodings import INTEGERS, TABLE, Decoding, _decoding
 from tests.support.strategies import formats, made_up_formats
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -82,7 +82,7 @@ def meant(how: Decoding, bits: int, dtype: torch.dtype, half: np.ndarray) -> np.
 
 
 def check(fmt: Format, dtype: torch.dtype, seed: int) -> bool:
-    how = _decoding(fmt)
+    how = fmt.decoding
     lines = assembly(how, fmt.bits, False, dtype)
     random, count = np.random.default_rng(seed), len(fmt.values)
     codes = np.concatenate([random.permutation(count) for _ in range(-(-32 // count))]).astype(np.uint8)
@@ -103,22 +103,22 @@ def test_every_code_of_any_format(dtype, fmt, seed):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"e8m0", "nf4", "uint8", "ternary"}))
 def test_formats_that_need_no_table_have_an_assembly(name, dtype):
-    if _decoding(FORMATS[name]).kind != TABLE:
+    if FORMATS[name].decoding.kind != TABLE:
         assert check(FORMATS[name], dtype, 0)
 
 
 def test_no_assembly_where_eight_bits_are_not_exact():
-    how = _decoding(FORMATS["uint8"])
+    how = FORMATS["uint8"].decoding
     made = [dtype for dtype in (*DTYPES, torch.float32) if assembly(how, 8, True, dtype)]
     assert made == [torch.float16]
 
 
 @given(formats | made_up_formats | st.sampled_from([FORMATS["fp8_e4m3fn"], FORMATS["fp8_e5m2"]]))
 def test_bytes_are_converted_by_an_instruction_only_where_it_knows_the_format(fmt):
-    lines = bytes_as_floats(_decoding(fmt), 90) if fmt.bits == 8 else ""
+    lines = bytes_as_floats(fmt.decoding, 90) if fmt.bits == 8 else ""
     assert bool(lines) or fmt not in (FORMATS["fp8_e4m3fn"], FORMATS["fp8_e5m2"])
     if lines:
         known = torch.float8_e4m3fn if "e4m3x2" in lines else torch.float8_e5m2
         numbers = torch.arange(256, dtype=torch.uint8).view(known).double().numpy()
         assert np.array_equal(numbers, np.array(fmt.values), equal_nan=True)
-        assert not bytes_as_floats(_decoding(fmt), 80)
+        assert not bytes_as_floats(fmt.decoding, 80)

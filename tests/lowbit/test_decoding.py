@@ -1,4 +1,4 @@
-"""What a Triton kernel is told of a format gives back the format's table, for formats that nobody has registered too."""
+"""What a kernel is told of a format gives back the format's table, for formats that nobody has registered too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from lowbit.decoding import FLOATS, INTEGERS, POWERS, TABLE, Decoding
 from lowbit.formats import FORMATS, Format
-from lowbit_kernels.triton.decodings import FLOATS, INTEGERS, POWERS, TABLE, Decoding, _decoding
 from tests.support.strategies import formats, made_up_formats
 
 
@@ -30,7 +30,7 @@ def numbers(how: Decoding, bits: int) -> np.ndarray:
 
 @given(formats | made_up_formats)
 def test_a_decoding_gives_the_table(fmt: Format) -> None:
-    how = _decoding(fmt)
+    how = fmt.decoding
     if how.kind != TABLE:
         found, exact = numbers(how, fmt.bits), np.array(fmt.values, dtype=np.float32)
         assert np.array_equal(found, exact, equal_nan=True)
@@ -40,9 +40,9 @@ def test_a_decoding_gives_the_table(fmt: Format) -> None:
 
 @pytest.mark.parametrize("kind", [INTEGERS, FLOATS, POWERS, TABLE])
 def test_no_kind_is_for_nothing(kind: int) -> None:
-    assert any(_decoding(fmt).kind == kind for fmt in FORMATS.values())
+    assert any(fmt.decoding.kind == kind for fmt in FORMATS.values())
 
 
 @pytest.mark.parametrize("name", ["int4", "uint8", "mxint8", "fp4_e2m1", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"])
 def test_usual_formats_need_no_table(name: str) -> None:
-    assert _decoding(FORMATS[name]).kind != TABLE
+    assert FORMATS[name].decoding.kind != TABLE
