@@ -195,7 +195,7 @@ import lowbit
 print(torch.cuda.is_initialized(), *sorted(set(sys.modules) - known))
 """
 LIGHT = {
-    *("lowbit", "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival"),
+    *("lowbit", "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival", "lowbit.version"),
     *("lowbit_kernels", "lowbit_kernels.rules", "lowbit_kernels.schemas"),
 }
 
