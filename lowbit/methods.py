@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .recipe import Recipe
+from .recipe import Recipe, RecipeLike
 from .target import Target
 
 __all__ = ["awq", "clip", "gptq", "hqq", "rotation", "smoothquant"]
 
 
-def gptq(what: Any, **options: Any) -> Any:
+def gptq(what: RecipeLike, **options: Any) -> Target | Recipe:
     """``what`` rounded by GPTQ (Frantar et al. 2022): each column's error is made up for by the columns behind it, on
     calibration data.
 
@@ -25,19 +25,19 @@ def gptq(what: Any, **options: Any) -> Any:
     return _rounded_by("gptq", what, options)
 
 
-def hqq(what: Any, **options: Any) -> Any:
+def hqq(what: RecipeLike, **options: Any) -> Target | Recipe:
     """``what`` rounded by half-quadratic quantization (Badri and Shaji 2023), which looks at no data; arguments as those of
     :func:`gptq`."""
     return _rounded_by("hqq", what, options)
 
 
-def clip(what: Any, **options: Any) -> Any:
+def clip(what: RecipeLike, **options: Any) -> Target | Recipe:
     """``what`` rounded to nearest within ranges that are searched for the least squared error, that of the outputs where
     there is calibration data; arguments as those of :func:`gptq`."""
     return _rounded_by("clip", what, options)
 
 
-def rotation(what: Any, **options: Any) -> Recipe:
+def rotation(what: RecipeLike, **options: Any) -> Recipe:
     """``what`` behind a rotation of the residual stream (QuaRot: Ashkboos et al. 2024): an orthogonal matrix is folded into the
     weights that spreads every channel over all of them; arguments as those of :func:`awq`. It needs no data.
 
@@ -46,7 +46,7 @@ def rotation(what: Any, **options: Any) -> Recipe:
     return _rewritten_by("rotation", what, options)
 
 
-def awq(what: Any, **options: Any) -> Recipe:
+def awq(what: RecipeLike, **options: Any) -> Recipe:
     """``what`` behind AWQ (Lin et al. 2023): what layers read is divided, and their weights are multiplied, by a power of the
     inputs' size that is searched on calibration data, so that the weights that matter most lose least.
 
@@ -59,19 +59,19 @@ def awq(what: Any, **options: Any) -> Recipe:
     return _rewritten_by("awq", what, options)
 
 
-def smoothquant(what: Any, **options: Any) -> Recipe:
+def smoothquant(what: RecipeLike, **options: Any) -> Recipe:
     """``what`` behind SmoothQuant (Xiao et al. 2022): what layers read is divided, and their weights are multiplied, so that
     few large channels do not cost the others their precision when inputs are rounded; ``alpha`` says how much the weights take,
     and ``alpha="auto"`` searches it for each input. Arguments as those of :func:`awq`."""
     return _rewritten_by("smoothquant", what, options)
 
 
-def _rounded_by(rounder: str, what: Any, options: dict[str, Any]) -> Target | Recipe:
+def _rounded_by(rounder: str, what: RecipeLike, options: dict[str, Any]) -> Target | Recipe:
     found = Recipe.of(what).rounded_by(rounder, **options)
     (first, *others) = found.rules
     alone = not others and first.catch_all and first.blocks is None and first.target is not None
     return first.target if alone and first.target is not None else found
 
 
-def _rewritten_by(rewrite: str, what: Any, options: dict[str, Any]) -> Recipe:
+def _rewritten_by(rewrite: str, what: RecipeLike, options: dict[str, Any]) -> Recipe:
     return Recipe.of(what).rewritten(rewrite, **options)

@@ -6,7 +6,6 @@ import difflib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from .environment import usable_device
 from .layers import Layer, find_layers, tied_groups
 from .linear import QLinear
 from .plans import LayerPlan, Plan
-from .recipe import Recipe, block_counts, keeps
+from .recipe import Recipe, RecipeLike, block_counts, keeps
 from .target import Target
 from .tensor import QTensor
 
@@ -35,7 +34,9 @@ _GIVE = "give quantize_ calibration= (texts, token ids, batches, or the path of 
 FilterFn = Callable[[nn.Module, str], bool]
 
 
-def plan(model: nn.Module, what: Any, *, filter_fn: FilterFn | None = None, device: str | torch.device | None = None) -> Plan:
+def plan(
+    model: nn.Module, what: RecipeLike, *, filter_fn: FilterFn | None = None, device: str | torch.device | None = None
+) -> Plan:
     """What ``quantize_(model, what)`` would do, without touching the model.
 
     ``what`` and ``filter_fn`` as in :func:`lowbit.quantize_`; ``device``: where the model will run, to tell the kernels

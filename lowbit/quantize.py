@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .ambient import isolated
-from .calibration.data import Batch, Calibration, amount
+from .calibration.data import Batch, Calibration, CalibrationLike, amount
 from .calibration.modes import leave_inference_mode
 from .calibration.sufficiency import remarks
 from .checkpoint.skeleton import is_pretrained
@@ -21,7 +21,7 @@ from .layers import Layer
 from .placement.hooks import is_offloaded
 from .planning import FilterFn, planned
 from .plans import Plan
-from .recipe import Recipe
+from .recipe import Recipe, RecipeLike
 from .replacement import Kept, Progress, Replacement
 from .rewrite import Rewrite
 from .tensor import QTensor
@@ -31,9 +31,9 @@ __all__ = ["blockwise", "quantize_", "rewrite_", "rewritten"]
 
 def quantize_(
     model: nn.Module,
-    what: Any,
+    what: RecipeLike,
     *,
-    calibration: Any = None,
+    calibration: CalibrationLike | None = None,
     filter_fn: FilterFn | None = None,
     device: str | torch.device | None = None,
     keep_on_device: bool = False,
@@ -94,9 +94,9 @@ def _attachment(module: nn.Module) -> Callable[[Any, Plan], None] | None:
 
 def rewrite_(
     model: nn.Module,
-    what: Any,
+    what: RecipeLike,
     *,
-    calibration: Any = None,
+    calibration: CalibrationLike | None = None,
     filter_fn: FilterFn | None = None,
     device: str | torch.device | None = None,
     progress: Progress | None = None,
@@ -123,7 +123,7 @@ def _carried_out(
     model: nn.Module,
     recipe: Recipe,
     kind: type[Replacement],
-    calibration: Any,
+    calibration: CalibrationLike | None,
     filter_fn: FilterFn | None,
     device: str | torch.device | None,
     keep_on_device: bool,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import yaml
 
@@ -20,9 +20,9 @@ from .algorithms import ROUNDERS
 from .rewrite import Rewrite
 from .rewrites import REWRITES
 from .scheme import SCHEMES, Scheme, UnknownSchemeError
-from .target import FIELDS, Target
+from .target import FIELDS, Target, TargetLike
 
-__all__ = ["Recipe", "Rule", "block_counts", "block_of", "keeps", "parted"]
+__all__ = ["Recipe", "RecipeLike", "Rule", "block_counts", "block_of", "keeps", "parted"]
 
 _ANOTHER = "\0"  # which no parameter is called
 
@@ -119,7 +119,7 @@ class Recipe:
             raise ValueError(f"a recipe rewrites with each method once, and has {twice} {names.count(twice)} times")
 
     @staticmethod
-    def of(what: Any) -> Recipe:
+    def of(what: RecipeLike) -> Recipe:
         """A recipe from anything that :func:`lowbit.quantize_` takes.
 
         A recipe; a target or scheme (for every layer); a name (:meth:`parse`); a path; a mapping from patterns to
@@ -135,7 +135,7 @@ class Recipe:
             return Recipe.parse(what)
         if isinstance(what, Mapping):
             return Recipe(tuple(Rule(str(pattern), _target_or_none(value)) for pattern, value in what.items()))
-        return Recipe((Rule("*", Target.of(what)),))
+        return Recipe((Rule("*", Target.of(what)),))  # type: ignore[arg-type] # whose error says what it is instead
 
     @staticmethod
     def parse(text: str) -> Recipe:
@@ -241,6 +241,16 @@ class Recipe:
         """The first rule that matches one of a layer's names, in a model with these :func:`block_counts`."""
         names = tuple(names)
         return next((rule for rule in self.rules if any(rule.matches(name, counts) for name in names)), None)
+
+
+class _HasRecipe(Protocol):
+    """A :class:`lowbit.Config`, which only transformers has."""
+
+    recipe: Recipe | None
+
+
+RecipeLike: TypeAlias = Recipe | TargetLike | Path | Mapping[str, TargetLike | None] | _HasRecipe
+"""What :meth:`Recipe.of`, and so every ``what``, takes."""
 
 
 def keeps(key: str, name: str) -> bool:

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 from .algorithms import ROUNDERS
 from .options import Options, settled
 from .scales import METHODS
 from .scheme import PLAIN_SCALES, SCHEMES, Scheme
 
-__all__ = ["ACTIVATION_SCALES", "FIELDS", "Target", "activation_scheme"]
+__all__ = ["ACTIVATION_SCALES", "FIELDS", "Target", "TargetLike", "activation_scheme"]
 
 ACTIVATION_SCALES = ("token", "static")
 FIELDS = ("weight", "activation", "rounder", "scales", "options", "activation_scale")
@@ -85,7 +85,7 @@ class Target:
         return dataclasses.replace(self, **changes)
 
     @staticmethod
-    def of(what: Target | Scheme | str | Mapping[str, Any]) -> Target:
+    def of(what: TargetLike) -> Target:
         """A target from a scheme, the name of one, or a mapping of its fields."""
         if isinstance(what, Target):
             return what
@@ -130,6 +130,10 @@ class Target:
         how += [] if self.scales == "range" else [f"scales={self.scales}"]
         how += [f"{name}={value}" for name, value in self.options]
         return f"{self.weight}{activation}{', ' if how else ''}{' '.join(how)}"
+
+
+TargetLike: TypeAlias = Target | Scheme | str | Mapping[str, Any]
+"""What :meth:`Target.of` takes."""
 
 
 def _scheme(what: Any) -> Scheme:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..ambient import isolated
 from ..checkpoint.skeleton import is_pretrained
 
-__all__ = ["Batch", "Calibration", "amount"]
+__all__ = ["Batch", "Calibration", "CalibrationLike", "Data", "amount"]
 
 _ROWS = 128  # of a text file, where nobody says how many
 _LONGEST = 2048  # tokens in a row of text, where the model could take more
@@ -27,6 +27,10 @@ class Batch(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+Data: TypeAlias = str | os.PathLike[str] | Tensor | Mapping[str, Any] | Iterable[Any]
+"""The path of a text file, texts, token ids or batches, as :attr:`Calibration.data` describes them."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Calibration:
         batch_size: rows of token ids that run at once; by default as many as make 2,048 tokens.
     """
 
-    data: Any
+    data: Data
     rows: int | None = None
     length: int | None = None
     tokenizer: Any = None
@@ -64,7 +68,7 @@ class Calibration:
         return isinstance(data, (str, os.PathLike)) or (isinstance(data, Sequence) and bool(data) and isinstance(data[0], str))
 
     @staticmethod
-    def of(what: Any) -> Calibration:
+    def of(what: CalibrationLike) -> Calibration:
         """A calibration from anything that can be its ``data``."""
         return what if isinstance(what, Calibration) else Calibration(what)
 
@@ -185,6 +189,10 @@ class Calibration:
             raise ValueError(
                 f"text needs a tokenizer, and {folder} has none that can be read ({error!s:.160}): {remedy}"
             ) from None
+
+
+CalibrationLike: TypeAlias = Calibration | Data
+"""What every ``calibration`` takes."""
 
 
 def amount(batches: Iterable[Batch]) -> dict[str, int]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..ambient import isolated
 from ..calibration.blocks import children
-from ..calibration.data import Calibration
+from ..calibration.data import Calibration, CalibrationLike
 from ..calibration.modes import evaluating
 from ..inserted import Inserted
 from ..layers import Layer, find_layers
@@ -35,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 def doctor(
     quantized: nn.Module,
     original: nn.Module,
-    data: Any = None,
+    data: CalibrationLike | None = None,
     *,
     compared: int = 4,
     rewritten: bool | None = None,

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..ambient import isolated
 from ..calibration.calibrator import Calibrator
-from ..calibration.data import Batch, Calibration
+from ..calibration.data import Batch, Calibration, CalibrationLike
 from ..calibration.modes import evaluating
 from ..calibration.ranks import Ranks
 from ..calibration.residence import Residence
@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 @isolated()
 def sensitivity(
     model: nn.Module,
-    data: Any,
+    data: CalibrationLike,
     schemes: Any = ("int3", "int4"),
     *,
     compared: int = 8,

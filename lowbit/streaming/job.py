@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..ambient import isolated
 from ..calibration.calibrator import Calibrator
-from ..calibration.data import Batch, Calibration, amount
+from ..calibration.data import Batch, Calibration, CalibrationLike, amount
 from ..calibration.nesting import leaves
 from ..calibration.ranks import Ranks
 from ..calibration.sufficiency import remarks
@@ -30,7 +30,7 @@ from ..environment import usable_device
 from ..planning import planned
 from ..plans import Plan
 from ..quantize import blockwise
-from ..recipe import Recipe
+from ..recipe import Recipe, RecipeLike
 from ..replacement import Progress, Replacement
 from .budget import room_for_statistics
 from .heap import large_tensors_mapped
@@ -51,9 +51,9 @@ _TOKENIZER = (
 def quantize_folder(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    what: Any,
+    what: RecipeLike,
     *,
-    calibration: Any,
+    calibration: CalibrationLike,
     max_memory: int | str | None = None,
     resume: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
