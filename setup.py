@@ -1,6 +1,7 @@
 """Builds what this machine can: always the Python packages, the CPU library with a C++ compiler, the CUDA one with nvcc.
 
-``pip install --no-build-isolation .`` (or ``-e .``), so that the libraries are built against the torch that is there.
+``pip install .``, or ``-e .``, with or without ``--no-build-isolation``: the libraries are built with the headers of the
+torch that is installed, and where there is none ``build_backend/lowbit_build.py`` asks for one.
 ``LOWBIT_CUDA=1`` builds the CUDA library where torch is a build without CUDA too, ``LOWBIT_CUDA=0`` leaves it out; by
 default it is built where both nvcc and a torch with CUDA are found. A library that cannot be built is left out, with
 the reason in the log (``pip install -v``), and the package runs without it; with ``LOWBIT_CUDA=1`` the CUDA one must.
@@ -11,13 +12,16 @@ The libraries go through torch's stable ABI and never see Python, so one wheel s
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from sysconfig import get_platform
+from typing import NamedTuple
 
 import setuptools
 from setuptools import Extension, find_packages, setup
@@ -30,14 +34,25 @@ if int(setuptools.__version__.split(".")[0]) < 77:
 
 from setuptools.command.bdist_wheel import bdist_wheel
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).absolute().parent
+sys.path.insert(0, str(ROOT / "build_backend"))  # where setup.py is run by itself; a front end has put it there
+
+from lowbit_build import find_ninja, find_torch, version_of  # noqa: E402
+
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized", STABLE_ABI]
-# Flags of each copy of csrc/cpu (linear, panels, ends, quantize, decoder); the processor chooses when the library runs.
-INSTRUCTION_SETS = {"portable": []}
+# Flags of each instruction set, which is a namespace in csrc/cpu; the processor chooses when the library runs.
+INSTRUCTION_SETS: dict[str, list[str]] = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    INSTRUCTION_SETS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
-    INSTRUCTION_SETS["avx512"] = [*INSTRUCTION_SETS["avx2"], "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+    avx2 = ["-mavx2", "-mfma", "-mf16c"]
+    # GCC takes its own intrinsics of AVX-512 for uninitialized.
+    avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-Wno-uninitialized"]
+    INSTRUCTION_SETS |= {
+        "avx2": avx2,
+        "avx512": avx512,
+        "avx512vnni": [*avx512, "-mavx512vbmi", "-mavx512vnni"],
+        "avx512bf16": [*avx512, "-mavx512bf16"],
+    }
 # SASS for sm_80 also runs on 8.6 and 8.9; newer generations than 9.0 compile the PTX when they load it.
 CUDA_FLAGS = [
     "-O3", "-std=c++17", "--cudart=static", "-DUSE_CUDA", "-Xcompiler=-fPIC,-fvisibility=hidden", STABLE_ABI,
@@ -94,19 +109,15 @@ def package_data() -> dict[str, list[str]]:
 
 
 def torch_folder() -> Path:
-    try:
-        import torch
-    except Exception as error:
-        raise CompileError(f"torch cannot be imported ({error}): install torch, then this with --no-build-isolation") from error
-    return Path(torch.__file__).parent
+    torch = find_torch()
+    if torch is None:
+        raise CompileError("no torch 2.11 or newer is there to build with: pip install torch, then this again")
+    return torch
 
 
 def torch_has_cuda() -> bool:
-    try:
-        import torch
-    except Exception:
-        return False
-    return torch.version.cuda is not None
+    torch = find_torch()
+    return torch is not None and version_of(torch, "cuda") is not None
 
 
 def compiler() -> str:
@@ -129,77 +140,92 @@ def link_flags(torch: Path) -> list[str]:
     return ["-shared", "-Wl,--no-as-needed", *libraries]
 
 
-def cpu_commands(out: Path, temp: Path) -> list[tuple[Path, list[str]]]:
-    """(file, the command that makes it), the objects first and the library last."""
+class Step(NamedTuple):
+    """A file, what it is made from, and the command that makes it, which runs in ROOT."""
+
+    out: str
+    inputs: list[str]
+    command: list[str]
+
+
+def shortened(path: Path) -> str:
+    """``path`` from ROOT, where it lies there: objects stay good in a tree that is moved or copied."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def compiled(source: Path, out: Path, command: list[str]) -> Step:
+    cache = shutil.which("ccache")
+    made, file = shortened(out), shortened(source)
+    line = [*command, "-MD", "-MF", f"{made}.d", "-c", file, "-o", made]
+    return Step(made, [file], line if cache is None else [cache, *line])
+
+
+def sets_of(source: Path) -> list[str]:
+    """The instruction sets that a file of csrc/cpu is compiled for: that of its namespace; those that its line ``// Instruction
+    sets:`` names, or the three general ones, where it is in ``LOWBIT_SET``; none where it binds operators."""
+    text = source.read_text(encoding="utf-8")
+    namespace = re.search(r"^namespace lowbit::cpu::(\w+) \{", text, re.MULTILINE)
+    if namespace is None:
+        return []
+    if namespace[1] != "LOWBIT_SET":
+        return [namespace[1]]
+    named = re.search(r"^// Instruction sets: ([\w ]+)$", text, re.MULTILINE)
+    return named[1].split() if named else ["portable", "avx2", "avx512"]
+
+
+def cpu_commands(out: Path, temp: Path) -> list[Step]:
+    """The objects first and the library last."""
     torch, cxx = torch_folder(), compiler()
-    include = f"-isystem{torch / 'include'}"
-    folder = ROOT / "csrc" / "cpu"
-    objects = {temp / f"{file.stem}.o": [include, str(file)] for file in sorted(folder.glob("*_bindings.cpp"))}
-    for name, flags in INSTRUCTION_SETS.items():
-        for source in ("linear", "panels", "ends", "quantize", "decoder"):
-            quiet = ["-Wno-uninitialized"] if source == "decoder" else []  # of GCC's own intrinsics
-            objects[temp / f"{source}_{name}.o"] = [*flags, *quiet, f"-DLOWBIT_SET={name}", str(folder / f"{source}.cpp")]
-    if "avx512" in INSTRUCTION_SETS:
-        for name, source in itertools.product(("avx2", "avx512"), ("order_of_x", "units_of_x")):
-            objects[temp / f"{source}_{name}.o"] = [
-                *INSTRUCTION_SETS[name],
-                f"-DLOWBIT_SET={name}",
-                str(folder / f"{source}.cpp"),
-            ]
-        for source in ("digits_avx2", "floats_avx2", "interleaved_avx2"):
-            objects[temp / f"{source}.o"] = [*INSTRUCTION_SETS["avx2"], str(folder / f"{source}.cpp")]
-        flags = [*INSTRUCTION_SETS["avx512"], "-mavx512vbmi", "-mavx512vnni", "-Wno-uninitialized"]  # of GCC's own intrinsics
-        for source in ("digits", "floats", "interleaved"):
-            objects[temp / f"{source}.o"] = [*flags, str(folder / f"{source}.cpp")]
-        flags = [*INSTRUCTION_SETS["avx512"], "-mavx512bf16", "-Wno-uninitialized"]
-        objects[temp / "dots.o"] = [*flags, str(folder / "dots.cpp")]
-        objects[temp / "panels_avx512bf16.o"] = [*flags, "-DLOWBIT_SET=avx512bf16", str(folder / "panels.cpp")]
-    commands = [(path, [cxx, *CXX_FLAGS, *flags, "-c", "-o", str(path)]) for path, flags in objects.items()]
-    return [*commands, (out, [cxx, *map(str, objects), *link_flags(torch), "-o", str(out)])]
+    steps = []
+    for source in sorted((ROOT / "csrc" / "cpu").rglob("*.cpp")):
+        if not (sets := sets_of(source)):
+            command = [cxx, *CXX_FLAGS, f"-isystem{torch / 'include'}"]
+            steps.append(compiled(source, temp / f"{source.stem}.o", command))
+        for name in sets:
+            if name in INSTRUCTION_SETS:  # else of another processor
+                command = [cxx, *CXX_FLAGS, *INSTRUCTION_SETS[name], f"-DLOWBIT_SET={name}"]
+                steps.append(compiled(source, temp / f"{source.stem}.{name}.o", command))
+    objects = [step.out for step in steps]
+    return [*steps, Step(shortened(out), objects, [cxx, *objects, *link_flags(torch), "-o", shortened(out)])]
 
 
-def cuda_commands(out: Path, temp: Path) -> list[tuple[Path, list[str]]]:
+def cuda_commands(out: Path, temp: Path) -> list[Step]:
+    """The objects first and the library last."""
     torch, compile_with = torch_folder(), nvcc()
     if compile_with is None:
         raise CompileError("nvcc not found on PATH, in $CUDA_HOME or in /usr/local/cuda: install the CUDA toolkit")
-    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-    flags = [*CUDA_FLAGS, f"-isystem={torch / 'include'}"]
-    commands = [(temp / f"{s.stem}.o", [compile_with, *flags, "-c", str(s), "-o", str(temp / f"{s.stem}.o")]) for s in sources]
-    link = [f"-L{torch / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-    objects = [str(path) for path, _ in commands]
-    return [*commands, (out, [compile_with, "--shared", "--cudart=static", *objects, *link, "-o", str(out)])]
+    command = [compile_with, *CUDA_FLAGS, f"-isystem={torch / 'include'}"]
+    steps = [compiled(source, temp / f"{source.stem}.o", command) for source in sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))]
+    objects = [step.out for step in steps]
+    link = [f"-L{torch / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-o", shortened(out)]
+    return [*steps, Step(shortened(out), objects, [compile_with, "--shared", "--cudart=static", *objects, *link])]
 
 
-def carry_out(commands: list[tuple[Path, list[str]]], temp: Path, sources: list[str]) -> None:
-    """Run the commands: through ninja, which runs them side by side and only where something changed, or one by one."""
-    ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+def carry_out(steps: list[Step], temp: Path) -> None:
+    """Run the steps: through ninja, which runs them side by side and only where something changed, or one by one."""
+    ninja = find_ninja()
     if ninja is None:
-        for _, command in commands:
-            _run(command)
+        for step in steps:
+            _run(step.command)
         return
 
-    def escaped(text: object) -> str:
-        return str(text).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+    def escaped(text: str) -> str:
+        return text.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
-    lines = ["rule run", "  command = $command", ""]
-    *objects, (library, link) = commands
-    for path, command in objects:
-        lines += [f"build {escaped(path)}: run {' '.join(map(escaped, sources))}", f"  command = {_quoted(command)}"]
-    lines += [f"build {escaped(library)}: run {' '.join(escaped(p) for p, _ in objects)}", f"  command = {_quoted(link)}", ""]
-    (temp / "build.ninja").write_text("\n".join(lines))
-    _run([ninja, "-C", str(temp), "-v"])
-
-
-def _quoted(command: list[str]) -> str:
-    import shlex
-
-    return shlex.join(command).replace("$", "$$")
+    # Compilers say which headers, torch's and their own too, a file has included.
+    lines = [f"builddir = {escaped(shortened(temp))}", "rule link", "  command = $command"]
+    lines += ["rule compile", "  command = $command", "  deps = gcc", "  depfile = $out.d"]
+    for step, rule in zip(steps, [*["compile"] * (len(steps) - 1), "link"], strict=True):
+        lines += [f"build {escaped(step.out)}: {rule} {' '.join(map(escaped, step.inputs))}"]
+        lines += [f"  command = {shlex.join(step.command).replace('$', '$$')}"]
+    (temp / "build.ninja").write_text("\n".join([*lines, ""]))
+    _run([ninja, "-f", shortened(temp / "build.ninja"), "-v"])
 
 
 def _run(command: list[str]) -> None:
     print(*command, flush=True)
     try:
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, cwd=ROOT)
     except (OSError, subprocess.CalledProcessError) as error:
         raise CompileError(f"{command[0]} failed: {error}") from error
 
@@ -213,16 +239,13 @@ def extensions() -> list[Extension]:
         raise SystemExit(f"LOWBIT_CUDA must be 0 (leave the CUDA library out) or 1 (build it), got {cuda!r}")
     if sys.platform == "win32":
         return []
-    # All of csrc, so that an sdist made without nvcc holds the CUDA sources too.
-    everything = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*.*")) if path.suffix != ".pyc"]
     kinds = {"cpu": ("_C", "*.cpp", True), "cuda": ("_C_cuda", "*.cu", cuda != "1")}
     if cuda == "0" or (cuda == "" and not (nvcc() and torch_has_cuda())):
         del kinds["cuda"]
     return [
         Extension(
             f"lowbit_kernels.{name}",
-            [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc" / kind).glob(pattern))],
-            depends=everything,
+            [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc" / kind).rglob(pattern))],
             optional=optional,
         )
         for kind, (name, pattern, optional) in kinds.items()
@@ -231,6 +254,11 @@ def extensions() -> list[Extension]:
 
 class BuildLibraries(build_ext):
     """Shared libraries that torch loads; Python imports none of them."""
+
+    def finalize_options(self) -> None:
+        # One folder for every way of building, so that the next build compiles what changed.
+        self.build_temp = self.build_temp or str(ROOT / "build" / f"temp.{get_platform()}")
+        super().finalize_options()
 
     def run(self) -> None:
         # What an earlier build left here must not travel in a wheel for which it was not asked, or not built.
@@ -248,11 +276,12 @@ class BuildLibraries(build_ext):
         out = Path(self.get_ext_fullpath(ext.name)).absolute()
         temp = Path(self.build_temp, ext.name).absolute()
         make = cuda_commands if ext.name.endswith("_cuda") else cpu_commands
-        commands = make(out, temp)
+        library = temp / out.name
+        steps = make(library, temp)
         out.parent.mkdir(parents=True, exist_ok=True)
         temp.mkdir(parents=True, exist_ok=True)
-        headers = [path for path in ext.depends if path.endswith((".h", ".cuh"))]
-        carry_out(commands, temp, [str((ROOT / path).absolute()) for path in [*ext.sources, *headers]])
+        carry_out(steps, temp)
+        shutil.copyfile(library, out)
 
 
 class TaggedWheel(bdist_wheel):

@@ -39,10 +39,10 @@ _FOLDER = Path(__file__).parent
 CPU = Library(
     _FOLDER / "_C.so",
     "the C++ library",
-    "install a C++ compiler (g++ or clang++) and reinstall with pip install --no-build-isolation .",
+    "install a C++ compiler (g++ or clang++) and install lowbit again (pip install --force-reinstall --no-deps .)",
 )
 CUDA = Library(
     _FOLDER / "_C_cuda.so",
     "the CUDA library",
-    "install the CUDA toolkit (nvcc) and reinstall with LOWBIT_CUDA=1 pip install --no-build-isolation .",
+    "install the CUDA toolkit (nvcc) and install lowbit again (LOWBIT_CUDA=1 pip install --force-reinstall --no-deps .)",
 )

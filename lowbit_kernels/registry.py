@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from contextvars import ContextVar
@@ -36,6 +37,7 @@ __all__ = [
     "select",
     "strict",
     "trace",
+    "warn_of_reference",
     "watched",
 ]
 
@@ -358,12 +360,32 @@ def is_strict() -> bool:
     return _strict.get() is not None
 
 
+_warned: set[str] = set()  # operators
+
+
+def warn_of_reference(kernel: Kernel, call: Call) -> None:
+    """Warn, once for each operator, that products run on the reference where another kernel takes them and is not there."""
+    if not kernel.name.startswith("reference") or "linear" not in call.op or call.op in _warned or _strict.get():
+        return
+    reason = next((why for _, why in explain(call) if why is not None and why.startswith("unavailable: ")), None)
+    if reason is None:
+        return
+    _warned.add(call.op)
+    warnings.warn(
+        f"{call.op} on {call.device} runs on the reference, which is slow. {reason.removeprefix('unavailable: ')}. "
+        "lowbit env lists every kernel",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 def run(call: Call, *args: Any) -> Any:
     """Select a kernel for ``call``, note it in the open traces, and run it. Raises where a tensor has lost its memory."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
             check_held(arg)
     kernel = select(call)
+    warn_of_reference(kernel, call)
     for record in _traces.get():
         record.counts[
             Receipt(

@@ -91,6 +91,7 @@ class Shortcuts(dict[Hashable, Callable[..., Tensor]]):
         before = changes()
         call = product_call(op, str(scheme), layout, x, *weight, bias, None if activation is None else str(activation))
         kernel = registry.select(call)
+        registry.warn_of_reference(kernel, call)
         # Bytes of another layout are restored for each call, as the registry does.
         reads = kernel.layout is not None or layout == "canonical"
         run = bind(kernel.run, scheme) if reads else partial(registry.run, call)

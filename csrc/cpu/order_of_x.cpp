@@ -3,6 +3,7 @@
 #include "digits_of_x.h"
 #include "floats.h"
 
+// Instruction sets: avx2 avx512
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 

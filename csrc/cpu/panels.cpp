@@ -15,6 +15,7 @@
 #include "shifted.h"
 #include "vectors.h"
 
+// Instruction sets: portable avx2 avx512 avx512bf16
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 

@@ -5,6 +5,7 @@
 #include "digits_of_x.h"
 #include "interleaved.h"
 
+// Instruction sets: avx2 avx512
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 

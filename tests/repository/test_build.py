@@ -1,12 +1,18 @@
-"""What setup.py would build and pack, and what is said where something is missing."""
+"""What setup.py builds and packs, how it is installed, and what is said where something is missing."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
+import venv
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +20,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from lowbit_kernels import build, cpu, cuda
+import lowbit
+from lowbit import catalog
+from lowbit_kernels import build, cpu, cuda, registry
 from tests import ROOT
 
 
@@ -148,7 +156,7 @@ def test_the_switch_for_cuda(setup: ModuleType, monkeypatch: pytest.MonkeyPatch)
 
 def test_cuda_is_left_out_where_torch_has_none(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOWBIT_CUDA", raising=False)
-    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(setup, "version_of", lambda *_: None)
     assert all(not e.name.endswith("_cuda") for e in setup.extensions())
 
 
@@ -160,9 +168,163 @@ def test_what_is_missing_is_named(setup: ModuleType, monkeypatch: pytest.MonkeyP
         setup.cpu_commands(out, tmp_path)
     with pytest.raises(setup.CompileError, match=r"nvcc not found .*: install the CUDA toolkit"):
         setup.cuda_commands(out, tmp_path)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(setup.CompileError, match=r"torch cannot be imported .*: install torch"):
+    monkeypatch.setattr(setup, "find_torch", lambda: None)
+    with pytest.raises(setup.CompileError, match=r"no torch 2\.11 or newer .*: pip install torch"):
         setup.cpu_commands(out, tmp_path)
+
+
+# ---- what is compiled again --------------------------------------------------------------------------------------
+
+
+def test_units_are_compiled_for_the_instruction_sets_of_their_namespace(setup: ModuleType) -> None:
+    found = {source.stem: setup.sets_of(source) for source in (ROOT / "csrc" / "cpu").rglob("*.cpp")}
+    for name, sets in found.items():
+        assert bool(sets) != name.endswith("_bindings")
+        assert set(sets) <= {"portable", "avx2", "avx512", "avx512vnni", "avx512bf16"}
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on this machine")
+def test_a_header_compiles_what_includes_it(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if setup.find_ninja() is None:
+        pytest.skip("no ninja on this machine")
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    temp = tmp_path / "a $folder"
+    temp.mkdir()
+    (tmp_path / "inner.h").write_text("inline int one() { return 1; }\n")
+    (tmp_path / "outer.h").write_text('#include "inner.h"\n')
+    (tmp_path / "user.cpp").write_text('#include "outer.h"\nint two() { return one() + one(); }\n')
+    (tmp_path / "other.cpp").write_text("int three() { return 3; }\n")
+    sources = [tmp_path / "user.cpp", tmp_path / "other.cpp"]
+    steps = [setup.compiled(source, temp / f"{source.stem}.o", [setup.compiler()]) for source in sources]
+    objects = [step.out for step in steps]
+    steps.append(
+        setup.Step(setup.shortened(temp / "all.o"), objects, [setup.compiler(), "-r", *objects, "-o", "a $folder/all.o"])
+    )
+
+    def times() -> list[int]:
+        setup.carry_out(steps, temp)
+        return [(tmp_path / step.out).stat().st_mtime_ns for step in steps]
+
+    first = times()
+    assert times() == first
+    (tmp_path / "inner.h").write_text("inline int one() { return 2 - 1; }\n")
+    second = times()
+    assert [after > before for before, after in zip(first, second, strict=True)] == [True, False, True]
+
+
+# ---- how it is installed -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def backend() -> ModuleType:
+    return load_file("lowbit_build", ROOT / "build_backend" / "lowbit_build.py")
+
+
+def fake_torch(folder: Path, version: str, cuda: str = "None") -> Path:
+    (folder / "include").mkdir(parents=True)
+    (folder / "version.py").write_text(f"__version__ = '{version}'\ncuda: str | None = {cuda}\n")
+    return folder
+
+
+def test_torch_is_found_where_imports_do_not_see_it(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As under pip's isolation, which has a PYTHONPATH of its own."""
+    here = Path(torch.__file__).parent
+    assert backend.find_torch() == here
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    monkeypatch.setenv("PYTHONPATH", str(fake_torch(tmp_path / "torch", "1.0").parent))
+    assert backend.find_torch() == here
+
+
+def test_a_torch_that_is_too_old_is_none(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(backend, "_hidden_torch", lambda: None)
+    for version, serves in (("2.9.1", False), ("2.10.0+cpu", False), ("2.11.0", True), ("2.13.0a0+git1", True), ("3.0", True)):
+        folder = fake_torch(tmp_path / version, version)
+        monkeypatch.setattr(backend, "_visible_torch", lambda folder=folder: folder)
+        assert (backend.find_torch() is not None) == serves
+        assert backend.version_of(folder) == version
+        assert backend.version_of(folder, "cuda") is None
+    assert backend.version_of(fake_torch(tmp_path / "gpu", "2.11", "'13.0'"), "cuda") == "13.0"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no library is built on Windows")
+def test_only_what_is_missing_is_asked_for(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.build_meta, "get_requires_for_build_wheel", lambda _: ["first"])
+    monkeypatch.setattr(backend.build_meta, "get_requires_for_build_editable", lambda _: ["first"])
+    asks = (backend.get_requires_for_build_wheel, backend.get_requires_for_build_editable)
+    monkeypatch.setattr(backend, "find_torch", lambda: ROOT)
+    monkeypatch.setattr(backend, "find_ninja", lambda: "ninja")
+    assert [ask() for ask in asks] == [["first"], ["first"]]
+    monkeypatch.setattr(backend, "find_torch", lambda: None)
+    monkeypatch.setattr(backend, "find_ninja", lambda: None)
+    wanted = next(line for line in importlib.metadata.requires("lowbit") or [] if line.startswith("torch"))
+    assert [ask() for ask in asks] == [["first", wanted, "ninja"]] * 2
+
+
+def test_an_sdist_holds_what_a_wheel_is_made_of(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (file,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert not [name for name in held if name.endswith((".so", ".pyc", ".o"))]
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= held
+    for top in ("lowbit", "lowbit_kernels", "evals", "recipes", "csrc", "build_backend"):
+        for path in (ROOT / top).rglob("*"):
+            if path.is_file() and path.suffix != ".so" and "__pycache__" not in path.parts:
+                assert path.relative_to(ROOT).as_posix() in held
+
+
+def linked(environment: Path, names: set[str]) -> None:
+    """Installs, by links, what is installed here: distributions and all that they need."""
+    where = next(environment.glob("lib/python*/site-packages"))
+    todo, done = sorted(names), set()
+    while todo:
+        name = re.split(r"[^\w.-]", todo.pop())[0]
+        if name in done:
+            continue
+        done.add(name)
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra, or of another platform
+        todo += [line for line in found.requires or [] if "extra ==" not in line]
+        for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+            if not (where / top).exists():
+                (where / top).symlink_to(found.locate_file(top))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on this machine")
+def test_the_lines_of_the_readme_in_a_clean_environment(tmp_path: Path) -> None:
+    """In a copy of the tree with its objects, so that no more is compiled than what depends on torch."""
+    text = (ROOT / "README.md").read_text()
+    isolated = re.search(r"```\n(pip install torch\n.*?)```", text, re.DOTALL)
+    direct = re.search(r"Without build isolation: `(.*?)` and then\s`(.*?)`", text)
+    assert isolated is not None
+    assert direct is not None
+    tree, environment = tmp_path / "tree", tmp_path / "environment"
+    other = (".git", ".*_cache", ".venv", ".hypothesis", "__pycache__", "*.so", "out", "dist", "*.egg-info")
+    left_out = shutil.ignore_patterns(*other, "lib.*", "bdist.*", "*_cuda")
+    shutil.copytree(ROOT, tree, ignore=left_out, symlinks=True)
+    venv.create(environment, with_pip=True)
+    # As `pip install torch` and lowbit's own requirements would, which is a gigabyte.
+    linked(environment, {"torch", "numpy", "safetensors", "PyYAML", "rich", "typer"} - {"setuptools"})
+
+    def run(lines: str, **variables: str) -> str:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LOWBIT"))}
+        env |= {"PATH": f"{environment / 'bin'}{os.pathsep}{env['PATH']}", "LOWBIT_CUDA": "0", **variables}
+        done = subprocess.run(["bash", "-ec", lines], cwd=tree, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    ready = re.compile(r"^ *cpu_gemv +linear +ready$", re.MULTILINE)
+    python = shlex.quote(str(environment / "bin" / "python"))
+    assert ready.search(run(isolated[1]))
+    assert ready.search(run("\n".join([*direct.groups(), "lowbit env"])))
+    run(f"{python} -m pip uninstall -qy lowbit")
+    without = run(isolated[1], CXX="no-compiler")
+    assert not ready.search(without)
+    assert "the C++ library is not built: install a C++ compiler" in without
 
 
 # ---- what is said when it runs ---------------------------------------------------------------------------------
@@ -196,3 +358,53 @@ def test_libraries_never_see_python() -> None:
     for library in (build.CPU, build.CUDA):
         if library.file.exists():
             assert b"PyObject" not in library.file.read_bytes()
+
+
+@pytest.fixture
+def no_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(build, "_load", lambda library: f"{library.what} is not built: {library.remedy}")
+    monkeypatch.setattr(registry, "_warned", set())
+    catalog.changed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    monkeypatch.undo()
+    catalog.changed()
+
+
+@pytest.mark.parametrize("scheme", ["int4", "nf4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("way", ["module", "gradient", "operator"])
+@pytest.mark.usefixtures("no_libraries")
+def test_products_on_the_reference_warn_once(scheme: str, way: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    lowbit.quantize_(model, scheme)
+    layer = model[0]
+    x = torch.randn(2, 64, requires_grad=way == "gradient")
+    run = (lambda: torch.nn.functional.linear(x, layer.weight)) if way == "operator" else (lambda: layer(x))
+    with pytest.warns(RuntimeWarning, match=r"linear on cpu runs on the reference.* C\+\+ library is not built: install"):
+        run()
+    run()
+    layer(x[:1])
+
+
+@pytest.mark.usefixtures("no_libraries")
+def test_products_on_a_gpu_warn_of_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton, which takes as many, is not there either."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = [row for row in registry.kernels() if not row.name.startswith("triton")]
+    monkeypatch.setattr(registry, "kernels", lambda: rows)
+    call = registry.Call("linear", "cuda", 90, "canonical", lowbit.SCHEMES["int4"], torch.bfloat16, 1, 4096, 4096)
+    with pytest.warns(RuntimeWarning, match=r"linear on cuda runs on the reference.* CUDA library is not built: install"):
+        registry.warn_of_reference(registry.select(call), call)
+
+
+def test_no_warning_where_no_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is what there is for such a call, and no installing would change that."""
+    monkeypatch.setattr(registry, "_warned", set())
+    catalog.changed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = torch.nn.Sequential(torch.nn.Linear(64, 32).double())
+        lowbit.quantize_(model, "int4")
+        model(torch.randn(2, 64, dtype=torch.float64))

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from tests import ROOT
 
@@ -26,18 +27,18 @@ def build(library: Path, temp: Path) -> str:
     sys.path.insert(0, str(ROOT))
     setup = importlib.import_module("setup")  # its commands alone: nothing is set up on import
 
-    *objects, (_, link) = setup.cpu_commands(library, temp)
+    *objects, link = setup.cpu_commands(library, temp)
 
-    def compile_one(path: Path, command: list[str]) -> None:
-        print("compiling", path.name, flush=True)
-        subprocess.run([*("-O1" if part == "-O3" else part for part in command), *FLAGS], check=True)
+    def compile_one(step: Any) -> None:
+        print("compiling", step.out, flush=True)
+        subprocess.run([*("-O1" if part == "-O3" else part for part in step.command), *FLAGS], check=True, cwd=ROOT)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # The last ones take the longest.
-        for done in [pool.submit(compile_one, *one) for one in reversed(objects)]:
+        for done in [pool.submit(compile_one, step) for step in reversed(objects)]:
             done.result()
-    subprocess.run([*link, *FLAGS], check=True)
-    return str(link[0])
+    subprocess.run([*link.command, *FLAGS], check=True, cwd=ROOT)
+    return str(link.command[0])
 
 
 def tree(folder: Path, library: Path) -> None:
