@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -269,6 +272,64 @@ def test_an_sdist_holds_what_a_wheel_is_made_of(tmp_path: Path) -> None:
         for path in (ROOT / top).rglob("*"):
             if path.is_file() and path.suffix != ".so" and "__pycache__" not in path.parts:
                 assert path.relative_to(ROOT).as_posix() in held
+
+
+def linked(environment: Path, names: set[str]) -> None:
+    """Installs, by links, what is installed here: distributions and all that they need, but for what may be upgraded there."""
+    where = next(environment.glob("lib/python*/site-packages"))
+    todo, done = sorted(names), {"setuptools", "ninja"}
+    while todo:
+        name = re.split(r"[^\w.-]", todo.pop())[0]
+        if name in done:
+            continue
+        done.add(name)
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra, or of another platform
+        todo += [line for line in found.requires or [] if "extra ==" not in line]
+        for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+            if not (where / top).exists():
+                (where / top).symlink_to(found.locate_file(top))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on this machine")
+def test_the_lines_of_the_readme_in_a_clean_environment(setup: ModuleType, tmp_path: Path) -> None:
+    """In a copy of the tree with its objects, so that no more is compiled than what depends on torch."""
+    text = (ROOT / "README.md").read_text()
+    isolated = re.search(r"```\n(pip install torch\n.*?)```", text, re.DOTALL)
+    direct = re.search(r"Without build isolation: `(.*?)` and then\s`(.*?)`", text)
+    assert isolated is not None
+    assert direct is not None
+    tree, environment = tmp_path / "tree", tmp_path / "environment"
+    other = (".git", ".*_cache", ".venv", ".hypothesis", "__pycache__", "*.so", "out", "dist", "*.egg-info")
+    left_out = shutil.ignore_patterns(*other, "lib.*", "bdist.*", "*_cuda")
+    shutil.copytree(ROOT, tree, ignore=left_out, symlinks=True)
+    venv.create(environment, with_pip=True)
+    # As `pip install torch` and lowbit's own requirements would, which is a gigabyte.
+    linked(environment, {"torch", "numpy", "safetensors", "PyYAML", "rich", "typer"})
+
+    # One ninja for all, that which made the objects: another version reads none of its log, and compiles everything again.
+    (tools := tmp_path / "tools").mkdir()
+    if ninja := setup.find_ninja():
+        (tools / "ninja").symlink_to(ninja)
+
+    def run(lines: str, **variables: str) -> str:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LOWBIT"))}
+        env |= {"PATH": os.pathsep.join(map(str, (tools, environment / "bin", env["PATH"]))), "LOWBIT_CUDA": "0", **variables}
+        done = subprocess.run(["bash", "-ec", lines], cwd=tree, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    ready = re.compile(r"^ *cpu_gemv +linear +ready$", re.MULTILINE)
+    python = shlex.quote(str(environment / "bin" / "python"))
+    assert ready.search(run(isolated[1]))
+    assert ready.search(run("\n".join([*direct.groups(), "lowbit env"])))
+    run(f"{python} -m pip uninstall -qy lowbit")
+    without = run(isolated[1], CXX="no-compiler")
+    assert not ready.search(without)
+    assert "the C++ library is not built: install a C++ compiler" in without
 
 
 # ---- what is said when it runs ---------------------------------------------------------------------------------
