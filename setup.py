@@ -173,6 +173,12 @@ def sets_of(source: Path) -> list[str]:
     return named[1].split() if named else ["portable", "avx2", "avx512"]
 
 
+def widths_of(source: Path) -> list[str]:
+    """The bits of codes that its line ``// Widths:`` names: a file whose kernels take long is compiled for each apart."""
+    named = re.search(r"^// Widths: ([\d ]+)$", source.read_text(encoding="utf-8"), re.MULTILINE)
+    return named[1].split() if named else []
+
+
 def cpu_commands(out: Path, temp: Path) -> list[Step]:
     """The objects first and the library last."""
     torch, cxx = torch_folder(), compiler()
@@ -184,7 +190,9 @@ def cpu_commands(out: Path, temp: Path) -> list[Step]:
         for name in sets:
             if name in INSTRUCTION_SETS:  # else of another processor
                 command = [cxx, *CXX_FLAGS, *INSTRUCTION_SETS[name], f"-DLOWBIT_SET={name}"]
-                steps.append(compiled(source, temp / f"{source.stem}.{name}.o", command))
+                for bits in widths_of(source) or [""]:
+                    width = [f"-DLOWBIT_BITS={bits}"] if bits else []
+                    steps.append(compiled(source, temp / f"{source.stem}.{name}{bits and '.'}{bits}.o", [*command, *width]))
     objects = [step.out for step in steps]
     return [*steps, Step(shortened(out), objects, [cxx, *objects, *link_flags(torch), "-o", shortened(out)])]
 

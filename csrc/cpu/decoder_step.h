@@ -105,8 +105,8 @@ class Rounding {
   bool multiply(const Prepared& p, const Linear& a, int64_t begin, int64_t end) const {
     const Bytewise how = p.plan.bytewise();
     const Turn turn = {begin, end, end};
-    if (!a.interleaved) return p.plan.kernels->digits(a, how, of_x_, turn);
-    p.plan.kernels->interleaved(a, how, of_units_, turn);
+    if (!a.interleaved) return p.plan.kernels->digits[a.bits](a, how, of_x_, turn);
+    p.plan.kernels->interleaved[a.bits](a, how, of_units_, turn);
     return true;
   }
 

@@ -14,6 +14,7 @@
 #include "digits_steps.h"
 #include "steps.h"
 
+// Widths: 2 3 4 5 6 7 8
 namespace lowbit::cpu::avx512vnni {
 namespace {
 
@@ -265,8 +266,10 @@ struct Rows {
       constexpr int M = decltype(rows)::value;
       steps.digits = x.digits + (s * a.m + m) * D * columns, steps.sums = x.sums + (s * a.m + m) * lanes;
       steps.of_slice = x.scale + m * slices + s / steps_of_slice;
-      if (has_zeros) take_steps<bits, has_table, D, M, Q, quarters, in_groups, true>(bytes_of, steps, count, total + m * S);
-      else take_steps<bits, has_table, D, M, Q, quarters, in_groups, false>(bytes_of, steps, count, total + m * S);
+      auto take_some = take_steps<bits, has_table, D, M, Q, quarters, in_groups, false>;
+      if constexpr (takes_zeros<bits, has_table>)
+        if (has_zeros) take_some = take_steps<bits, has_table, D, M, Q, quarters, in_groups, true>;
+      take_some(bytes_of, steps, count, total + m * S);
     };
     if constexpr (Q > 1) return some(0, std::integral_constant<int, 1>());
     int64_t m = 0;
@@ -351,22 +354,12 @@ bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, const
 
 }  // namespace
 
+template <int bits>
 bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, const Turn& turn) {
-  const auto with = [&](auto bits) {
-    constexpr int b = decltype(bits)::value;
-    if constexpr (b <= 6)
-      if (how.table) return with_digits<b, true>(a, how, x, turn);
-    return with_digits<b, false>(a, how, x, turn);
-  };
-  switch (a.bits) {
-    case 2: return with(std::integral_constant<int, 2>());
-    case 3: return with(std::integral_constant<int, 3>());
-    case 4: return with(std::integral_constant<int, 4>());
-    case 5: return with(std::integral_constant<int, 5>());
-    case 6: return with(std::integral_constant<int, 6>());
-    case 7: return with(std::integral_constant<int, 7>());
-    default: return with(std::integral_constant<int, 8>());
-  }
+  if constexpr (bits <= 6)
+    if (how.table) return with_digits<bits, true>(a, how, x, turn);
+  return with_digits<bits, false>(a, how, x, turn);
 }
+template bool digits_linear<LOWBIT_BITS>(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
 
 }  // namespace lowbit::cpu::avx512vnni

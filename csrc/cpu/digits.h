@@ -50,17 +50,23 @@ static inline bool takes_quarters(int bits, int digits, int64_t group, int64_t k
   return digits < 3 && (group >= k || group % (16 * fields_of(bits)) == 0);
 }
 
+// Whether such codes have zero points: numbers of a table, and those of more bits without a sign, are none that digits take.
+template <int bits, bool has_table>
+constexpr bool takes_zeros = bits <= 6 && !has_table;
+
 #if defined(__x86_64__)
 // take_digits: of rows begin .. end - 1 of x. Infinity and NaN have no digits.
-// digits_linear: false where a zero point is no code, so that sums may not fit.
+// digits_linear, a unit for each width of codes: false where a zero point is no code, so that sums may not fit.
 namespace avx512 {
 void take_digits(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfX&, int64_t begin, int64_t end);
 }  // namespace avx512
 namespace avx512vnni {
+template <int bits>
 bool digits_linear(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
 }  // namespace avx512vnni
 namespace avx2 {
 void take_digits(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfX&, int64_t begin, int64_t end);
+template <int bits>
 bool digits_linear(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
 }  // namespace avx2
 #endif

@@ -12,6 +12,7 @@
 #include "digits_steps.h"
 #include "steps_avx2.h"
 
+// Widths: 2 3 4 5 6 7 8
 namespace lowbit::cpu::avx2 {
 namespace {
 
@@ -218,7 +219,7 @@ struct Rows {
       steps.digits = x.digits + (s * a.m + m) * size, steps.sums = x.sums + (s * a.m + m) * lanes;
       steps.of_slice = x.scale + m * slices + s / steps_of_slice;
       auto take_some = take_steps<bits, tables, largest, D, M, U, quarters, in_groups, false>;
-      if constexpr (tables == 0)
+      if constexpr (takes_zeros<bits, tables != 0>)
         if (has_zeros) take_some = take_steps<bits, tables, largest, D, M, U, quarters, in_groups, true>;
       take_some(codes, steps, count / U, total + m * S);
     };
@@ -300,32 +301,22 @@ bool with_digits(const Linear& a, const Bytewise& how, const DigitsOfX& x, const
 
 }  // namespace
 
+template <int bits>
 bool digits_linear(const Linear& a, const Bytewise& how, const DigitsOfX& x, const Turn& turn) {
-  const auto with = [&](auto bits) {
-    constexpr int b = decltype(bits)::value;
-    if constexpr (b <= 6)
-      if (how.table) {
-        bool small = b == 4;  // of fp4
-        for (int code = 0; code < 16; code++) small = small && how.table[code] <= few;
-        if constexpr (b == 4)
-          if (small) return with_digits<b, 1, few>(a, how, x, turn);
-        bool mirrored = b == 6;  // of fp6
-        for (int code = 0; code < 32; code++) mirrored = mirrored && how.table[code] + how.table[code + 32] == 2 * how.offset;
-        if constexpr (b == 6)
-          if (mirrored) return with_digits<b, 2, 127>(a, how, x, turn);
-        return with_digits<b, b <= 4 ? 1 : 1 << (b - 4), 127>(a, how, x, turn);
-      }
-    return with_digits<b, 0, (1 << b) - 1>(a, how, x, turn);
-  };
-  switch (a.bits) {
-    case 2: return with(std::integral_constant<int, 2>());
-    case 3: return with(std::integral_constant<int, 3>());
-    case 4: return with(std::integral_constant<int, 4>());
-    case 5: return with(std::integral_constant<int, 5>());
-    case 6: return with(std::integral_constant<int, 6>());
-    case 7: return with(std::integral_constant<int, 7>());
-    default: return with(std::integral_constant<int, 8>());
-  }
+  if constexpr (bits <= 6)
+    if (how.table) {
+      bool small = bits == 4;  // of fp4
+      for (int code = 0; code < 16; code++) small = small && how.table[code] <= few;
+      if constexpr (bits == 4)
+        if (small) return with_digits<bits, 1, few>(a, how, x, turn);
+      bool mirrored = bits == 6;  // of fp6
+      for (int code = 0; code < 32; code++) mirrored = mirrored && how.table[code] + how.table[code + 32] == 2 * how.offset;
+      if constexpr (bits == 6)
+        if (mirrored) return with_digits<bits, 2, 127>(a, how, x, turn);
+      return with_digits<bits, bits <= 4 ? 1 : 1 << (bits - 4), 127>(a, how, x, turn);
+    }
+  return with_digits<bits, 0, (1 << bits) - 1>(a, how, x, turn);
 }
+template bool digits_linear<LOWBIT_BITS>(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
 
 }  // namespace lowbit::cpu::avx2

@@ -20,9 +20,9 @@ namespace lowbit::cpu {
 struct StepKernels {
   int lanes;
   void (*take_digits)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfX&, int64_t, int64_t);
-  bool (*digits)(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);
+  bool (*digits[9])(const Linear&, const Bytewise&, const DigitsOfX&, const Turn&);  // by the bits of codes, 2 to 8
   void (*take_units)(const Linear&, const Bytewise&, const Numbers&, const DigitsOfUnits&, int64_t, int64_t);
-  void (*interleaved)(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
+  void (*interleaved[9])(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
   void (*take_floats)(const Linear&, const Numbers&, const FloatsOfX&);
   void (*floats)(const Linear&, const FloatsOfX&, int64_t, int64_t);
 };
@@ -41,13 +41,18 @@ struct InstructionSet {
 // Empty: what LOWBIT_CPU names, else the widest that the processor has.
 inline const InstructionSet& instruction_set(const char* asked = "") {
 #if defined(__x86_64__)
-  static const StepKernels wide = {wide_lanes, avx512::take_digits, avx512vnni::digits_linear, avx512::take_units,
-                                   avx512vnni::interleaved_linear, avx512::take_floats, avx512vnni::floats_linear};
-  static const StepKernels narrow = {narrow_lanes, avx2::take_digits, avx2::digits_linear, avx2::take_units,
-                                     avx2::interleaved_linear, avx2::take_floats, avx2::floats_linear};
+#define OF_EACH_WIDTH(kernel) {nullptr, nullptr, kernel<2>, kernel<3>, kernel<4>, kernel<5>, kernel<6>, kernel<7>, kernel<8>}
+  static const StepKernels wide = {
+      wide_lanes, avx512::take_digits, OF_EACH_WIDTH(avx512vnni::digits_linear), avx512::take_units,
+      OF_EACH_WIDTH(avx512vnni::interleaved_linear), avx512::take_floats, avx512vnni::floats_linear};
+  static const StepKernels narrow = {
+      narrow_lanes, avx2::take_digits, OF_EACH_WIDTH(avx2::digits_linear), avx2::take_units,
+      OF_EACH_WIDTH(avx2::interleaved_linear), avx2::take_floats, avx2::floats_linear};
   // An AVX-512 without integer dot products takes AVX2's digits.
-  static const StepKernels narrow_digits = {narrow_lanes, avx2::take_digits, avx2::digits_linear, avx2::take_units,
-                                            avx2::interleaved_linear, nullptr, nullptr};
+  static const StepKernels narrow_digits = {
+      narrow_lanes, avx2::take_digits, OF_EACH_WIDTH(avx2::digits_linear), avx2::take_units,
+      OF_EACH_WIDTH(avx2::interleaved_linear), nullptr, nullptr};
+#undef OF_EACH_WIDTH
 #endif
   // The widest first.
   static const InstructionSet sets[] = {

@@ -55,10 +55,12 @@ namespace avx512 {
 void take_units(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfUnits&, int64_t begin, int64_t end);
 }  // namespace avx512
 namespace avx512vnni {
+template <int bits>  // a unit for each
 void interleaved_linear(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
 }  // namespace avx512vnni
 namespace avx2 {
 void take_units(const Linear&, const Bytewise&, const Numbers& x, const DigitsOfUnits&, int64_t begin, int64_t end);
+template <int bits>  // a unit for each
 void interleaved_linear(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
 }  // namespace avx2
 #endif

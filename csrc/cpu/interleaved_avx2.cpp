@@ -7,6 +7,7 @@
 
 #include "interleaved_products.h"
 
+// Widths: 2 3 4 5 6 7 8
 namespace lowbit::cpu::avx2 {
 namespace {
 
@@ -80,8 +81,10 @@ struct Narrow {
 
 }  // namespace
 
+template <int bits>
 void interleaved_linear(const Linear& a, const Bytewise& how, const DigitsOfUnits& x, const Turn& turn) {
-  take_interleaved<Narrow>(a, how, x, turn);
+  take_digits_of<Narrow, bits>(a, how, x, turn);
 }
+template void interleaved_linear<LOWBIT_BITS>(const Linear&, const Bytewise&, const DigitsOfUnits&, const Turn&);
 
 }  // namespace lowbit::cpu::avx2

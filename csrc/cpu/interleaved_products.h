@@ -253,26 +253,13 @@ void take_digits_of(const Linear& a, const Bytewise& how, const DigitsOfUnits& x
         if (largest <= Set::few_of_table) return take_rows<Set, 4, true, Set::few_of_table, D, false>(a, how, x, turn);
         return take_rows<Set, 4, true, 127, D, false>(a, how, x, turn);
       }
-    if constexpr (bits <= 6)  // codes of more bits, without a sign, are no numbers that digits take
+    if constexpr (takes_zeros<bits, false>)
       if (a.zero_point.data) return take_rows<Set, bits, false, most, D, true>(a, how, x, turn);
     return take_rows<Set, bits, false, most, D, false>(a, how, x, turn);
   };
   if (x.count == 1) return with(std::integral_constant<int, 1>());
   if (x.count == 3) return with(std::integral_constant<int, 3>());
   return with(std::integral_constant<int, 2>());
-}
-
-template <class Set>
-void take_interleaved(const Linear& a, const Bytewise& how, const DigitsOfUnits& x, const Turn& turn) {
-  switch (a.bits) {
-    case 2: return take_digits_of<Set, 2>(a, how, x, turn);
-    case 3: return take_digits_of<Set, 3>(a, how, x, turn);
-    case 4: return take_digits_of<Set, 4>(a, how, x, turn);
-    case 5: return take_digits_of<Set, 5>(a, how, x, turn);
-    case 6: return take_digits_of<Set, 6>(a, how, x, turn);
-    case 7: return take_digits_of<Set, 7>(a, how, x, turn);
-    default: return take_digits_of<Set, 8>(a, how, x, turn);
-  }
 }
 
 }  // namespace

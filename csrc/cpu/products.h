@@ -58,7 +58,7 @@ bool multiply_digits(const Linear& a, const DigitsPlan& plan, const int32_t* gro
                           reinterpret_cast<float*>(room.get() + digits + sums), without};
   return multiply_taken(
       a, [&](int64_t begin, int64_t end) { plan.kernels->take_digits(a, how, x, of_x, begin, end); },
-      [&](const Turn& turn) { return plan.kernels->digits(a, how, of_x, turn); }, finish);
+      [&](const Turn& turn) { return plan.kernels->digits[a.bits](a, how, of_x, turn); }, finish);
 }
 
 // The runs of a row of an interleaved weight.
@@ -90,7 +90,7 @@ bool multiply_interleaved(const Linear& a, const DigitsPlan& plan, const Numbers
   return multiply_taken(
       a, [&](int64_t begin, int64_t end) { plan.kernels->take_units(a, how, x, of_x, begin, end); },
       [&](const Turn& turn) {
-        plan.kernels->interleaved(a, how, of_x, turn);
+        plan.kernels->interleaved[a.bits](a, how, of_x, turn);
         return true;
       },
       finish);

@@ -183,6 +183,20 @@ def test_units_are_compiled_for_the_instruction_sets_of_their_namespace(setup: M
         assert set(sets) <= {"portable", "avx2", "avx512", "avx512vnni", "avx512bf16"}
 
 
+def test_units_are_compiled_for_each_width_that_they_name(setup: ModuleType, tmp_path: Path) -> None:
+    sources = list((ROOT / "csrc" / "cpu").rglob("*.cpp"))
+    for source in sources:
+        assert bool(setup.widths_of(source)) == ("LOWBIT_BITS" in source.read_text())
+    objects = [step.out for step in setup.cpu_commands(tmp_path / "_C.so", tmp_path)[:-1]]
+    wanted = [
+        max(len(setup.widths_of(source)), 1)
+        for source in sources
+        for name in setup.sets_of(source) or ["portable"]
+        if name in setup.INSTRUCTION_SETS
+    ]
+    assert len(objects) == len(set(objects)) == sum(wanted)
+
+
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on this machine")
 def test_a_header_compiles_what_includes_it(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if setup.find_ninja() is None:
