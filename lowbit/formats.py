@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -29,12 +29,13 @@ class Format:
 
     ``values[code]`` is the number of ``code``; NaN and infinity mark codes that stand for no finite number.
     ``unused`` holds codes that decode but that :meth:`encode` never produces (ternary's fourth code, the -2 that
-    OCP's MXINT8 leaves out so that the range is symmetric).
+    OCP's MXINT8 leaves out so that the range is symmetric). ``decoding`` is how kernels compute the number of a code.
     """
 
     name: str
     values: tuple[float, ...]
     unused: frozenset[int] = frozenset()
+    decoding: Decoding = field(init=False, repr=False)  # known from the start: a compiler that traces cannot work it out
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w+", self.name):  # the name is a part of a scheme's spelling
@@ -45,6 +46,7 @@ class Format:
             raise ValueError(f"format {self.name!r}: no code stands for a finite number")
         if max(-self.min, self.max) > torch.finfo(torch.float32).max:
             raise ValueError(f"format {self.name!r}: numbers must fit float32, got {self.min:.3g} to {self.max:.3g}")
+        object.__setattr__(self, "decoding", decoding_of(self.values))
 
     # ---- what follows from the table -------------------------------------------------------------------------
 
@@ -96,11 +98,6 @@ class Format:
     def nan(self) -> int | None:
         """The first code that means NaN, where the format has one."""
         return next((code for code, value in enumerate(self.values) if math.isnan(value)), None)
-
-    @cached_property
-    def decoding(self) -> Decoding:
-        """How kernels compute the number of a code."""
-        return decoding_of(self.values)
 
     @cached_property
     def step(self) -> float | None:

@@ -18,9 +18,10 @@ __all__ = ["AWAITED", "expect"]
 
 def _transformers(module: ModuleType) -> None:
     if hasattr(module, "register_quantizer"):  # transformers 4.50 and later
-        from .quantizer import register
+        from . import quantizer
 
-        register(module)
+        if hasattr(quantizer, "register"):  # else that module is what imports transformers, and registers at its end
+            quantizer.register(module)
 
 
 def _accelerate(module: ModuleType) -> None:

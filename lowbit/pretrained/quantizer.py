@@ -5,6 +5,7 @@ Which of its methods are called, and when, was read from transformers 5.9 to 5.2
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -234,3 +235,8 @@ def register(module: ModuleType) -> None:
     if METHOD not in module.AUTO_QUANTIZER_MAPPING:
         module.register_quantization_config(METHOD)(LowbitFolder)
         module.register_quantizer(METHOD)(LowbitQuantizer)
+
+
+# transformers.quantizers is imported above, and lowbit's hook on it has run while there was no quantizer here to register.
+if (_auto := sys.modules.get("transformers.quantizers.auto")) is not None:
+    register(_auto)
