@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoint.tensor_file import CheckpointError
-
 if TYPE_CHECKING:
     from ..tensor import QTensor
 
@@ -31,6 +29,8 @@ def write_codes(weight: QTensor, name: str, folder: Any) -> dict[str, Any]:
 
 def read_codes(entry: dict[str, Any], folder: Any) -> QTensor:
     """The weight that ``entry`` speaks of. Its bytes are mapped to memory where its layout is that of the file."""
+    from ..checkpoint.tensor_file import CheckpointError  # with which most of lowbit comes
+
     path = Path(folder or "", entry[KEY])
     try:
         weight = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -362,7 +362,7 @@ import importlib; importlib.reload(lowbit)
 print(*new)
 """
 OWN = [
-    *("lowbit", "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival"),
+    *("lowbit", "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival", "lowbit.version"),
     *("lowbit_kernels", "lowbit_kernels.rules", "lowbit_kernels.schemas"),
 ]
 
@@ -376,7 +376,13 @@ OWN = [
         (
             "import transformers.quantizers.auto",  # which imports accelerate
             "",
-            ["lowbit.placement", "lowbit.placement.wrapping", "lowbit.pretrained.config", "lowbit.pretrained.quantizer"],
+            [
+                "lowbit.placement",
+                "lowbit.placement.disk",
+                "lowbit.placement.wrapping",
+                "lowbit.pretrained.config",
+                "lowbit.pretrained.quantizer",
+            ],
         ),
     ],
     ids=["first", "looked for", "after transformers", "after its quantizers"],
