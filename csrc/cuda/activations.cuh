@@ -138,9 +138,9 @@ struct RowScale {
   __device__ bool is_usual() const { return reciprocal != 0.0f; }
 };
 
-// One that is given.
-__device__ __forceinline__ RowScale scale_of_all(float scale) {
-  return {isfinite(scale) ? scale : __int_as_float(0x7fffffff), 0.0f};  // the codes of such rows stand for NaN
+// One that is given, of a row whose largest magnitude is `most`.
+__device__ __forceinline__ RowScale scale_of_all(float scale, float most) {
+  return {isfinite(scale) && isfinite(most) ? scale : __int_as_float(0x7fffffff), 0.0f};  // the codes of such rows stand for NaN
 }
 
 // That of a row whose largest magnitude is `most`.
@@ -232,26 +232,22 @@ __global__ void __launch_bounds__(most_threads_of_row) round_activations(const A
       }
     };
     load(0);
-    RowScale scale;
-    if (a.fixed_scale) {
-      scale = scale_of_all(*a.fixed_scale);
-    } else {
-      uint32_t most = 0;
-      for (int first = 0; first < chunks; first += step) {
-        if (first > 0) load(first);
+    uint32_t most = 0;
+    for (int first = 0; first < chunks; first += step) {
+      if (first > 0) load(first);
 #pragma unroll
-        for (int c = 0; c < chunks_of_thread; c++) most = Chunk<T>::larger(most, held[c].most());
-      }
-      if (chunks > step) load(0);
-      most = __reduce_max_sync(~0u, Chunk<T>::found(most));
-      if (blockDim.x > 32) {
-        __syncthreads();
-        if (threadIdx.x % 32 == 0) most_of_warp[threadIdx.x / 32] = most;
-        __syncthreads();
-        most = __reduce_max_sync(~0u, threadIdx.x % 32 < blockDim.x / 32 ? most_of_warp[threadIdx.x % 32] : 0);
-      }
-      scale = scale_of_row<T, is_float>(__uint_as_float(most));
+      for (int c = 0; c < chunks_of_thread; c++) most = Chunk<T>::larger(most, held[c].most());
     }
+    if (chunks > step) load(0);
+    most = __reduce_max_sync(~0u, Chunk<T>::found(most));
+    if (blockDim.x > 32) {
+      __syncthreads();
+      if (threadIdx.x % 32 == 0) most_of_warp[threadIdx.x / 32] = most;
+      __syncthreads();
+      most = __reduce_max_sync(~0u, threadIdx.x % 32 < blockDim.x / 32 ? most_of_warp[threadIdx.x % 32] : 0);
+    }
+    const float largest = __uint_as_float(most);
+    const RowScale scale = a.fixed_scale ? scale_of_all(*a.fixed_scale, largest) : scale_of_row<T, is_float>(largest);
     if (threadIdx.x == 0) a.scale[m] = scale.scale;
     uint8_t* codes = a.codes + m * a.pitch;
     for (int first = 0; first < written; first += step) {

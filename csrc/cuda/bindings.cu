@@ -60,6 +60,8 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   STD_TORCH_CHECK(bits == 4 || bits == 8, "bits must be 4 or 8, got ", bits);
   STD_TORCH_CHECK(group_size == -1 || group_size >= 1, "group_size must be -1 or at least 1, got ", group_size);
   STD_TORCH_CHECK(!is_signed || !zero_any, "a zero point goes with unsigned codes: is_signed must be False");
+  check_held(x_any, "x"), check_held(packed_any, "packed"), check_held(scale_any, "scale");
+  check_held(zero_any, "zero_point"), check_held(bias_any, "bias");
   const OnDevice guard(x_any.get_device_index());
   const Tensor x = dense(x_any), packed = with_dense_rows(packed_any), scale = with_dense_rows(scale_any);
 

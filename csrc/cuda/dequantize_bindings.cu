@@ -19,6 +19,7 @@ void tiles_dequantize(Tensor out, Tensor packed, Tensor scale, std::optional<Ten
                       std::string format, std::string scale_name, int64_t group_size, int64_t first) {
   STD_TORCH_CHECK(out.is_cuda() && out.dim() == 2 && out.is_contiguous() && out.scalar_type() == ScalarType::BFloat16,
                   "out must be contiguous bfloat16 [rows, K] on a CUDA device");
+  check_held(out, "out");
   const KnownFormat& known = known_format(format);
   check_group_size(group_size);
   const OnDevice guard(out.get_device_index());

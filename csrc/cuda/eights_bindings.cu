@@ -46,6 +46,8 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::opti
   STD_TORCH_CHECK(group_size == -1 || (is_four && (group_size == 32 || group_size == 64 || (group_size > 0 && group_size % 128 == 0))),
                   "group_size must be -1, and with int4 also 32, 64 or a multiple of 128, got ", group_size);
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1, "x must be [..., K] on a CUDA device");
+  check_held(x_any, "x"), check_held(packed, "packed"), check_held(scale_any, "scale");
+  check_held(bias_any, "bias"), check_held(input_scale, "input_scale");
   const Stored stored = stored_as(x_any, "x");
   const OnDevice guard(x_any.get_device_index());
   const Tensor x = dense(x_any);
@@ -68,7 +70,7 @@ Tensor linear_of_eights(Tensor x_any, Tensor packed, Tensor scale_any, std::opti
   a.w_scale = scale.const_data_ptr();
   a.w_scale_stride = scale.stride(0);
   a.groups = static_cast<int>(groups);
-  a.columns_of_group = group_size == -1 ? 0 : static_cast<int>(group_size);
+  a.columns_of_group = group_size == -1 ? 0 : static_cast<int>(std::min<int64_t>(group_size, 1 << 30));
   a.w_scale_stored = stored_as(scale, "scale");
   a.y_stored = stored;
   Tensor bias = scale;  // kept until the launch

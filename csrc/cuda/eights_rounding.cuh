@@ -121,32 +121,26 @@ __device__ __forceinline__ void round_part(const AtOnce& a, const PartOfX<Number
   const int blocks = a.product.blocks_of_cluster, thread = threadIdx.x, block = blocks > 1 ? block_of_cluster() : 0;
   uint32_t* const most = reinterpret_cast<uint32_t*>(memory + at.most);  // [block] of [T]
   RowScale* const scales = reinterpret_cast<RowScale*>(memory + at.scales);
-  if (!a.fixed_scale) {
-    // What this block finds is gathered where the scales will be: others may write to `most` by now.
-    uint32_t* const mine = blocks > 1 ? reinterpret_cast<uint32_t*>(scales) : most;
-    part.find_most(mine);
-    wait_for_multipliers();
-    if (blocks > 1) {
+  // What this block finds is gathered where the scales will be: others may write to `most` by now.
+  uint32_t* const mine = blocks > 1 ? reinterpret_cast<uint32_t*>(scales) : most;
+  part.find_most(mine);
+  wait_for_multipliers();
+  if (blocks > 1) {
 #pragma unroll 1
-      for (int i = thread; i < part.rows * blocks; i += threads_that_multiply) {
-        const int other = i / part.rows, row = i - other * part.rows;
-        send(address_in(shared_address(most + block * T + row), other), mine[row], address_in(arrived, other));
-      }
-      wait_for_multipliers();  // `mine` has been read
-      wait_for_sent(arrived);
+    for (int i = thread; i < part.rows * blocks; i += threads_that_multiply) {
+      const int other = i / part.rows, row = i - other * part.rows;
+      send(address_in(shared_address(most + block * T + row), other), mine[row], address_in(arrived, other));
     }
+    wait_for_multipliers();  // `mine` has been read
+    wait_for_sent(arrived);
   }
   bool is_usual = true;
   if (thread < part.rows) {
-    RowScale scale;
-    if (a.fixed_scale) {
-      scale = scale_of_all(*a.fixed_scale);
-    } else {
-      uint32_t all = 0;
+    uint32_t all = 0;
 #pragma unroll 1
-      for (int other = 0; other < blocks; other++) all = max(all, most[other * T + thread]);
-      scale = scale_of_row<X, part.is_float>(__uint_as_float(all));
-    }
+    for (int other = 0; other < blocks; other++) all = max(all, most[other * T + thread]);
+    const float largest = __uint_as_float(all);
+    const RowScale scale = a.fixed_scale ? scale_of_all(*a.fixed_scale, largest) : scale_of_row<X, part.is_float>(largest);
     is_usual = scale.is_usual();
     scales[thread] = scale;
   }

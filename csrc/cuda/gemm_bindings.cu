@@ -63,7 +63,7 @@ Tensor tiles_linear(Tensor x_any, Tensor packed, Tensor scale, std::optional<Ten
   STD_TORCH_CHECK(shared >= 0 && shared <= 2, "shared must be 0 (chosen), 1 (no tiles) or 2 (those of the last turn), got ",
                   shared);
   const OnDevice guard(x_any.get_device_index());
-  Tensor x = dense(x_any);
+  Tensor x = held_dense(x_any, "x");
   const int64_t k = x.size(x.dim() - 1);
   STD_TORCH_CHECK(k > 0 && k % 8 == 0, "x must have a multiple of 8 columns, got ", k);
   Gemm a = {};

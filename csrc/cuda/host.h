@@ -12,11 +12,21 @@
 #include <optional>
 #include <vector>
 
+#include "../held.h"
+
 namespace lowbit::cuda {
+
+using lowbit::check_held;
 
 // The tensor itself, or a copy without gaps.
 inline torch::stable::Tensor dense(const torch::stable::Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
+// The same of one that holds what its sizes say.
+inline torch::stable::Tensor held_dense(const torch::stable::Tensor& t, const char* name) {
+  check_held(t, name);
+  return dense(t);
 }
 
 // A tensor of this shape that nothing has been written to, of the dtype and device of `like`.

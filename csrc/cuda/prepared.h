@@ -50,7 +50,7 @@ struct Prepared {
 
 // On the current stream: x [..., K] times the weight, in a new tensor.
 inline torch::stable::Tensor product_of(const Prepared& prepared, const torch::stable::Tensor& x_any) {
-  const torch::stable::Tensor x = dense(x_any);
+  const torch::stable::Tensor x = held_dense(x_any, "x");
   const auto [shape, m] = ShapeOfProduct(x, prepared.n);
   STD_TORCH_CHECK(m <= prepared.most_rows, "x must have at most ", prepared.most_rows, " rows, got ", m);
   torch::stable::Tensor y = empty_like(x, shape);

@@ -9,6 +9,7 @@ using torch::stable::Tensor;
 using namespace lowbit::cuda;
 
 Tensor prepared_linear(Tensor x, Tensor prepared) {
+  check_held(prepared, "prepared");
   Prepared const* p = nullptr;
   if (!prepared.is_cuda() && are_codes(prepared) && prepared.numel() == sizeof(Prepared) && prepared.is_contiguous())
     p = static_cast<const Prepared*>(prepared.const_data_ptr());

@@ -37,7 +37,8 @@ struct RowsOfWarp {
 #pragma unroll
       for (int c = 0; c < chunks; c++) most = Chunk<X>::larger(most, held[r][c].most());
       most = __reduce_max_sync(~0u, Chunk<X>::found(most));
-      const RowScale scale = fixed_scale ? scale_of_all(*fixed_scale) : scale_of_row<X, is_float>(__uint_as_float(most));
+      const float largest = __uint_as_float(most);
+      const RowScale scale = fixed_scale ? scale_of_all(*fixed_scale, largest) : scale_of_row<X, is_float>(largest);
       if (threadIdx.x % 32 == 0) put_scale(r, scale.scale);
       if (scale.is_usual()) {
 #pragma unroll

@@ -33,7 +33,7 @@ struct WeightInTiles {
   WeightInTiles(const Tensor& x, int64_t columns, const Tensor& packed_any, const Tensor& scale_any,
                 const std::optional<Tensor>& zero_any, const std::optional<Tensor>& outer_any,
                 const std::optional<Tensor>& bias_any, int64_t bits, int64_t group_size, int scale_size)
-      : packed(dense(packed_any)), scale(dense(scale_any)), zero(scale), outer(scale), bias(scale) {
+      : packed(held_dense(packed_any, "packed")), scale(held_dense(scale_any, "scale")), zero(scale), outer(scale), bias(scale) {
     STD_TORCH_CHECK(packed.dim() == 2 && are_codes(packed), "packed must be uint8 [N, bytes]");
     STD_TORCH_CHECK(columns < (int64_t{1} << 31) - 512, "a weight must have fewer than 2^31 - 512 columns, got ", columns);
     if (!is_on_16_bytes(packed.const_data_ptr())) packed = torch::stable::clone(packed);
@@ -46,17 +46,18 @@ struct WeightInTiles {
     check(packed, "packed", x, n, n ? (tiles * units_of_row * unit.size + n - 1) / n : packed.size(1));
     check(scale, "scale", x, n, group_size == -1 && k > 0);
     if (has_zero) {
-      zero = dense(*zero_any);
+      zero = held_dense(*zero_any, "zero_point");
       check(zero, "zero_point", x, n, scale.size(1));
       STD_TORCH_CHECK(are_codes(zero), "zero_point must be uint8, got ", torch::headeronly::toString(zero.scalar_type()));
     }
     if (has_outer) {
       outer = *outer_any;
+      check_held(outer, "outer");
       STD_TORCH_CHECK(is_beside(outer, x) && outer.numel() == 1 && outer.scalar_type() == ScalarType::Float,
                       "outer must be one float32 on the device of x");
     }
     if (has_bias) {
-      bias = dense(*bias_any);
+      bias = held_dense(*bias_any, "bias");
       STD_TORCH_CHECK(is_beside(bias, x) && bias.dim() == 1 && bias.numel() == n && bias.scalar_type() == x.scalar_type(),
                       "bias must have the dtype and device of x and shape [", n, "]");
     }

@@ -95,7 +95,7 @@ def test_every_quotient_of_two_numbers_of_x_is_rounded_as_by_a_division(dtype: t
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("static", [False, True])
 def test_x_that_is_not_finite(activation: Scheme, value: float, static: bool) -> None:
-    """A row's own scale leaves the range with it, and the row is NaN; a fixed one takes infinity for the largest number."""
+    """The row is NaN, under a scale of its own and under a fixed one."""
     w, x = weight(activation, 40, 500), torch.randn(5, 500, generator=torch.Generator().manual_seed(0))
     given = torch.tensor(0.05, device="cuda") if static else None
     plain = product(x, w, activation, static=given)
@@ -106,6 +106,7 @@ def test_x_that_is_not_finite(activation: Scheme, value: float, static: bool) ->
         wanted = torch.ops.lowbit.quantized_linear(x.cuda(), *parts, None, str(w.scheme), "canonical", str(activation), given)
     assert torch.equal(y[[0, 1, 3, 4]], plain[[0, 1, 3, 4]])
     assert torch.equal(y.isnan(), wanted.isnan())
+    assert bool(y[2].isnan().all())
     torch.testing.assert_close(y, wanted, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
