@@ -51,11 +51,11 @@ def test_memory_that_is_gone(scheme: str, layout: str, m: int, activation: str |
             return torch.ops.lowbit.linear(*given, name, layout)
         return torch.ops.lowbit.quantized_linear(*given, name, layout, activation, static)
 
-    with torch.no_grad(), lowbit.trace_kernels() as trace:
-        good = arguments(scheme, layout, m)
+    good = arguments(scheme, layout, m)
+    with lowbit.trace_kernels() as trace:
         y = product(good)
     assert y.isfinite().all()
-    assert all(receipt.kernel.startswith("cuda") for receipt in trace.counts)
+    assert not any("reference" in receipt.kernel for receipt in trace.counts)
     for place, part in enumerate(good):
         for left in (0, 1):
             if part is None:

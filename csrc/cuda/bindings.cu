@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -71,7 +72,7 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
   const auto [shape, m] = ShapeOfProduct(x, a.n);
   STD_TORCH_CHECK(m <= most_rows, "x must have at most ", most_rows, " rows, got ", m);
   a.m = static_cast<int>(m);
-  a.group = group_size == -1 ? (a.k > 0 ? a.k : 1) : group_size;
+  a.group = group_size == -1 ? (a.k > 0 ? a.k : 1) : std::min<int64_t>(group_size, 1 << 30);
   a.is_signed = is_signed;
   const int64_t groups = (a.k + a.group - 1) / a.group;
   STD_TORCH_CHECK(a.n < (int64_t{1} << 31), "a weight must have fewer than 2^31 rows, got ", a.n);
