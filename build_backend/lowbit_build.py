@@ -60,8 +60,8 @@ def _is_new(torch: Path) -> bool:
 
 
 def find_ninja() -> str | None:
-    """The ninja on PATH, or beside this Python."""
-    return shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+    """The ninja beside this Python, or the one on PATH: always the same, for another version would compile everything again."""
+    return shutil.which("ninja", path=str(Path(sys.executable).parent)) or shutil.which("ninja")
 
 
 def _requirements() -> list[str]:

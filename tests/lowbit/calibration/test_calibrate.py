@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
-from lowbit import QLinear, Target, quantize_
+from lowbit import QLinear, QTensor, Target, quantize_
 from lowbit.algorithms import ROUNDERS, Rounded, Rounder
 from lowbit.algorithms.rtn import rtn
 from lowbit.calibration.blocks import call
@@ -337,7 +337,8 @@ def test_a_device_takes_a_block_at_a_time(make, keep):
     there: set[str] = set()
 
     def told(layer: Any, done: int, total: int) -> None:
-        first = next((name for name, p in model.named_parameters() if p.is_cuda and name.endswith("weight")), "")
+        floats = (name for name, p in model.named_parameters() if p.is_cuda and not isinstance(p, QTensor))
+        first = next((name for name in floats if name.endswith("weight")), "")
         there.add(".".join(first.split(".")[:3]))
 
     plan = quantize_(model, "int4", calibration=x, device="cuda", keep_on_device=keep, progress=told)
