@@ -87,7 +87,7 @@ def _check_weight(
     row_bytes, groups = LAYOUTS[layout].sizes(scheme, n, k)
     if packed.dtype != torch.uint8 or len(packed.shape) < 2 or packed.shape[-1] != row_bytes:
         where = "" if layout == "canonical" else f" in the layout {layout}"
-        raise ValueError(f"a {scheme} weight with K={k}{where} has uint8 rows of {row_bytes} bytes, got {packed}")
+        raise ValueError(f"packed of a {scheme} weight with K={k}{where} must be uint8 rows of {row_bytes} bytes, got {packed}")
     want = (*packed.shape[:-1], groups)
     for name, part, dtype in (("scale", scale, scheme.scale_dtype), ("zero_point", zero_point, scheme.zero_point_dtype)):
         if (part is None) != (dtype is None):
