@@ -160,7 +160,7 @@ def test_every_operator_takes_a_weight_in_tiles(name: str) -> None:
 def test_the_operator_refuses_another_layout_s_bytes() -> None:
     q = QTensor.quantize(torch.randn(20, 130, generator=torch.Generator().manual_seed(0)), "int4")
     parts = (q.packed, q.scale, q.zero_point, q.outer, None, str(q.scheme))
-    with pytest.raises(ValueError, match="in the layout tiles has uint8 rows"):
+    with pytest.raises(ValueError, match="in the layout tiles must be uint8 rows"):
         torch.ops.lowbit.linear(torch.ones(130), *parts, "tiles")
     with pytest.raises(ValueError, match="no layout named 'bricks'; there are canonical, tiles"):
         torch.ops.lowbit.linear(torch.ones(130), *parts, "bricks")
