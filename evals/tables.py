@@ -270,6 +270,27 @@ def _generate_block(result: dict[str, Any]) -> str:
     return f"{title}\n\n{_markdown(head, map(row, result['rows']))}"
 
 
+def decoding_table(results: list[dict[str, Any]]) -> str:
+    """A model by ``model.generate``, apart and fused, beside llama.cpp, and where a token's time goes, machine by machine."""
+    return "\n\n".join(map(_decoding_block, results))
+
+
+def _decoding_block(result: dict[str, Any]) -> str:
+    def row(r: dict[str, Any]) -> tuple[Any, ...]:
+        times = f"{r['ms_per_token']:.1f}", f"{r['least_ms_per_token']:.1f}"
+        return r["name"], f"{r['tokens_per_second']:.1f}", *times, f"{r['times_first']:.2f}", f"{r['prompt_ms']:.0f}"
+
+    before, after = result["parts"]["before"], result["parts"]["after"]
+    title = (
+        f"{result['device']}, {result['model']}, behind {result['prompt']} tokens, memory of "
+        f"{result['bytes_per_second'] / 1e9:.0f} GB/s, weights of {result['weight_bytes'] / 1e9:.2f} GB, "
+        f"torch {result['versions']['torch']}, {result['date']}:"
+    )
+    rows = _markdown("model |tokens/s|ms a token|least|times the first|prompt, ms", map(row, result["rows"]))
+    parts = ((name, f"{before[name]:.1f}", f"{after[name]:.1f}") for name in before)
+    return f"{title}\n\n{rows}\n\n{_markdown('ms of a token |apart|fused', parts)}"
+
+
 def triton_table(results: list[dict[str, Any]]) -> str:
     """Triton's kernels alone, in the blocks that are shipped, one GPU after the other."""
     return "\n\n".join(map(_triton_block, results))
@@ -333,6 +354,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "gemv": gemv_table,
     "speed": speed_table,
     "generate": generate_table,
+    "decoding": decoding_table,
     "host": host_table,
     "triton": triton_table,
     "ecosystem": ecosystem_table,
