@@ -307,7 +307,6 @@ def linked(environment: Path, names: set[str]) -> None:
                 (where / top).symlink_to(found.locate_file(top))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on this machine")
 def test_the_lines_of_the_readme_in_a_clean_environment(setup: ModuleType, tmp_path: Path) -> None:
     """In a copy of the tree with its objects, so that no more is compiled than what depends on torch."""
