@@ -39,7 +39,7 @@ _FOLDER = Path(__file__).parent
 CPU = Library(
     _FOLDER / "_C.so",
     "the C++ library",
-    "install a C++ compiler (g++ or clang++) and install lowbit again (pip install --force-reinstall --no-deps .)",
+    "install a C++ compiler (g++ or clang++) beside torch, and then lowbit again (pip install --force-reinstall --no-deps .)",
 )
 CUDA = Library(
     _FOLDER / "_C_cuda.so",

@@ -360,17 +360,17 @@ def is_strict() -> bool:
     return _strict.get() is not None
 
 
-_warned: set[str] = set()  # operators
+_warned: set[tuple[str, str]] = set()  # operators and devices
 
 
 def warn_of_reference(kernel: Kernel, call: Call) -> None:
-    """Warn, once for each operator, that products run on the reference where another kernel takes them and is not there."""
-    if not kernel.name.startswith("reference") or "linear" not in call.op or call.op in _warned or _strict.get():
+    """Warn, once for each operator and device, that products run on the reference for want of a kernel that would take them."""
+    if not kernel.name.startswith("reference") or "linear" not in call.op or (call.op, call.device) in _warned or _strict.get():
         return
     reason = next((why for _, why in explain(call) if why is not None and why.startswith("unavailable: ")), None)
     if reason is None:
         return
-    _warned.add(call.op)
+    _warned.add((call.op, call.device))
     warnings.warn(
         f"{call.op} on {call.device} runs on the reference, which is slow. {reason.removeprefix('unavailable: ')}. "
         "lowbit env lists every kernel",

@@ -72,3 +72,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         }
         only = {name: value for name, value in chosen.items() if value}  # a run of parts says so
         write_result(config.option.record, {"tests": tests, "not_run": left, "only": only, "exit_status": int(exitstatus)})
+
+
+# ---- a tiny model that answers an exam -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.models import word_model
+
+    return word_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.models import exam_and_text
+
+    return exam_and_text(tmp_path_factory.mktemp("material"))

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "linear.h"
+#include "sets.h"
 
 namespace lowbit::cpu {
 
@@ -64,11 +65,7 @@ static inline int64_t room_of_attention(const Attention& a, int64_t queries) {
   void activate(Stored type, const void* gate, const void* up, int64_t count, void* out);                                      \
   void add(Stored type, const void* x, int64_t count, void* to);                                                               \
   }
-LOWBIT_DECLARE(portable)
-#if defined(__x86_64__)
-LOWBIT_DECLARE(avx2)
-LOWBIT_DECLARE(avx512)
-#endif
+LOWBIT_FOR_EACH_SET(LOWBIT_DECLARE)
 #undef LOWBIT_DECLARE
 
 }  // namespace lowbit::cpu

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear.h"
+#include "sets.h"
 
 namespace lowbit::cpu {
 
@@ -18,11 +19,7 @@ struct Ends {
   namespace set {                                                       \
   void finish(const Linear&, const Ends&, int64_t begin, int64_t end);  \
   }
-LOWBIT_DECLARE(portable)
-#if defined(__x86_64__)
-LOWBIT_DECLARE(avx2)
-LOWBIT_DECLARE(avx512)
-#endif
+LOWBIT_FOR_EACH_SET(LOWBIT_DECLARE)
 #undef LOWBIT_DECLARE
 
 }  // namespace lowbit::cpu

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../decode.h"
+#include "sets.h"
 
 namespace lowbit::cpu {
 
@@ -84,11 +85,7 @@ static inline Span span_of(const Linear& linear, int64_t g) {
   void arrange(const Linear&, const Numbers& x, float* arranged);   \
   void linear(const Linear&, int64_t begin, int64_t end);           \
   }
-LOWBIT_DECLARE(portable)
-#if defined(__x86_64__)
-LOWBIT_DECLARE(avx2)
-LOWBIT_DECLARE(avx512)
-#endif
+LOWBIT_FOR_EACH_SET(LOWBIT_DECLARE)
 #undef LOWBIT_DECLARE
 
 }  // namespace lowbit::cpu

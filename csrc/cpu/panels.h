@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear.h"
+#include "sets.h"
 
 namespace lowbit::cpu {
 
@@ -11,10 +12,8 @@ namespace lowbit::cpu {
   namespace set {           \
   void panel(const Linear&, Stored type, void* out, int64_t stride, int64_t begin, int64_t end); \
   }
-LOWBIT_DECLARE(portable)
+LOWBIT_FOR_EACH_SET(LOWBIT_DECLARE)
 #if defined(__x86_64__)
-LOWBIT_DECLARE(avx2)
-LOWBIT_DECLARE(avx512)
 LOWBIT_DECLARE(avx512bf16)
 #endif
 #undef LOWBIT_DECLARE

@@ -14,8 +14,9 @@ from torch import Tensor
 import lowbit
 from lowbit import Config, QLinear
 from lowbit.pretrained import arrival
+from tests.support.optional import from_python_311
 
-diffusers = pytest.importorskip("diffusers", reason="diffusers needs Python 3.11")
+diffusers = from_python_311("diffusers")
 
 SCHEMES = ["int4", "int3", "nf4", "nvfp4", "mxfp4", "int8_dynamic_activation_int8_weight"]
 works_with = pytest.mark.works_with

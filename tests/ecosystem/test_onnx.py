@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit import QEmbedding, QLinear, QTensor, Scheme
+from tests.support.optional import from_python_311
 
-onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime needs Python 3.11")
+onnxruntime = from_python_311("onnxruntime")
 pytestmark = [  # of torch's own, and onnxscript's, while they export
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lowbit
 from tests.support import models
+from tests.support.optional import from_python_311
 
 SCHEMES = ["int4", "nf4", "nvfp4"]
 IDS = torch.randint(3, 40, (16, 12), generator=torch.Generator().manual_seed(0))
@@ -126,7 +127,7 @@ def test_a_model_without_adapters_is_refused(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["in memory", "loaded"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_supervised_fine_tuning(scheme: str, way: str, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl", reason="trl needs Python 3.11")
+    trl = from_python_311("trl")
     import datasets
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(models.word_model(tmp_path / "words"))

@@ -8,22 +8,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.support.models import exam_and_text, exam_of_words, with_tokenizer, word_model
+from tests.support.models import exam_of_words, with_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exam_of_words(tmp_path_factory.mktemp("exam"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return word_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exam_and_text(tmp_path_factory.mktemp("material"))
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,6 @@ import transformers
 
 import lowbit
 from lowbit.command import run
-from tests.support.models import exam_and_text, word_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return word_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exam_and_text(tmp_path_factory.mktemp("material"))
 
 
 def parsed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:

@@ -22,9 +22,9 @@ import lowbit
 from lowbit import QLinear, QTensor, fuse_
 from tests.support import strategies  # noqa: F401 - its profile
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit:DeprecationWarning"
-)  # forward mode of torch itself, and torch.compile
+# Of forward mode in torch itself, and of torch.compile.
+old_jit = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = old_jit
 K, NAMES = 64, "qkv"
 HEIGHTS = (48, 16, 32)
 

@@ -17,16 +17,13 @@ from tests.lowbit.test_fused_calls import (
     eager,  # noqa: F401 - for every test
     negate_bias,
     numbers,
+    old_jit,
     pair,
     same,
 )
 from tests.support import strategies  # noqa: F401 - its profile
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit:DeprecationWarning"
-)  # forward mode of torch itself, and torch.compile
-K, NAMES = 64, "qkv"
-HEIGHTS = (48, 16, 32)
+pytestmark = old_jit
 
 
 class Block(nn.Module):

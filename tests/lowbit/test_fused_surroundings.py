@@ -21,21 +21,20 @@ from torch.utils.checkpoint import checkpoint
 import lowbit
 from lowbit import QLinear, Scheme, fuse_
 from tests.lowbit.test_fused_calls import (
+    HEIGHTS,
+    K,
     Members,
     each,
     eager,  # noqa: F401 - for every test
     numbers,
+    old_jit,
     pair,
     products,
     same,
 )
 from tests.support import strategies  # noqa: F401 - its profile
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit:DeprecationWarning"
-)  # forward mode of torch itself, and torch.compile
-K, NAMES = 64, "qkv"
-HEIGHTS = (48, 16, 32)
+pytestmark = old_jit
 
 
 # ---- nothing is kept -------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from lowbit.scheme import PLAIN_SCALES
 from lowbit_kernels import cpu
 from lowbit_kernels.held import check_held
 from tests.support import strategies  # noqa: F401 - its profile
+from tests.support.processors import needs_digits
 
 WEIGHTS = ("uint4:g32:zint:bf16", "int8:row:fp32", "fp4_e2m1:g16:fp8_e4m3fn:outer", "fp8_e5m2:row:fp16", "uint3:g32:zfloat:bf16")
 MISSING = cpu.available()
@@ -304,7 +305,7 @@ def test_groups_beyond_the_row_are_the_row(group: int, activation: str | None) -
         Scheme("int8", 1 << 63)
 
 
-@pytest.mark.skipif(cpu._digits_available() is not None, reason=cpu._digits_available() or "")
+@needs_digits
 def test_prepared_bytes_that_were_written_to() -> None:
     x, prepared, _ = calls("int8:row:fp32")["lowbit_cpu.prepared_linear"]
     wanted = torch.ops.lowbit_cpu.prepared_linear(x, prepared)

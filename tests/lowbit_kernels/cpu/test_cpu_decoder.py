@@ -11,11 +11,9 @@ from torch import Tensor
 from lowbit import QTensor
 from lowbit_kernels import cpu_decoder, registry
 from lowbit_kernels.ops import product_call
+from tests.support.processors import needs_digits
 
-pytestmark = pytest.mark.skipif(
-    cpu_decoder.available() is not None or not torch.ops.lowbit_cpu.takes_digits(torch.arange(-8.0, 8).roll(8), False),
-    reason="the processor or the library has no products by digits",
-)
+pytestmark = needs_digits
 HIDDEN, BETWEEN = 96, 160
 
 

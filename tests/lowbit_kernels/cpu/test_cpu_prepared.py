@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lowbit import QLinear, QTensor, Scheme, quantize_
 from lowbit_kernels import cpu, reference
 from lowbit_kernels.bound import bind
+from tests.support.processors import needs_digits
 
-pytestmark = pytest.mark.skipif(cpu._digits_available() is not None, reason=cpu._digits_available() or "")
+pytestmark = needs_digits
 
 SCHEMES = (
     Scheme("int8", -1),
