@@ -289,7 +289,9 @@ class BuildLibraries(build_ext):
         out.parent.mkdir(parents=True, exist_ok=True)
         temp.mkdir(parents=True, exist_ok=True)
         carry_out(steps, temp)
-        shutil.copyfile(library, out)
+        new = out.with_suffix(".new")
+        shutil.copyfile(library, new)
+        os.replace(new, out)  # a process that has loaded the old one keeps it
 
 
 class TaggedWheel(bdist_wheel):
