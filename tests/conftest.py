@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         }
         only = {name: value for name, value in chosen.items() if value}  # a run of parts says so
         write_result(config.option.record, {"tests": tests, "not_run": left, "only": only, "exit_status": int(exitstatus)})
+
+
+# ---- no test changes what the next one meets -----------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _ambient() -> Iterator[None]:
+    from tests.support.ambient_state import ambient_state
+
+    before = ambient_state()
+    yield
+    after = ambient_state()
+    left = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not left, f"left behind, before and after: {left}"
 
 
 # ---- a tiny model that answers an exam -----------------------------------------------------------------------------
