@@ -1,6 +1,6 @@
 # Commands from a clean clone, given Python 3.10 or newer, make and a C++ compiler:
 #
-#   make demo        quantize the model in the box with a dozen schemes, measure each, and write out/demo/report.html
+#   make demo        quantize the bundled toy model with a dozen schemes, measure each, and write out/demo/report.html
 #   make test        lint, type check and tests, without the slow ones, which it counts
 #   make test-all    all of it, which evals/results/test_all.json keeps a record of
 #

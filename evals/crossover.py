@@ -22,11 +22,11 @@ from lowbit import explain, strict
 from lowbit.recipe import Recipe
 from lowbit_kernels.crossovers import file_of
 
+from .bench_layers import BenchLayer
+from .cold_cache import CLOCK_BOUND_ROWS, Sweep, timed
 from .figures import as_json
 from .gemv import device_name
 from .results import origin, replace_file
-from .specimens import Specimen
-from .walks import HARD, Walk, timed
 
 __all__ = ["BATCHES", "SCHEMES", "SHAPES", "measure", "segments"]
 
@@ -49,34 +49,34 @@ def measure(
 ) -> dict[str, Any]:
     """A table for :mod:`lowbit_kernels.crossovers`, with the microseconds behind it. Rows of the reference are measured only
     where no other row takes a call."""
-    where = torch.device(device)
-    major, minor = torch.cuda.get_device_capability(where) if where.type == "cuda" else (0, 0)
+    torch_device = torch.device(device)
+    major, minor = torch.cuda.get_device_capability(torch_device) if torch_device.type == "cuda" else (0, 0)
     entries = []
     for name in schemes:
         for n, k in shapes:
             if progress is not None:
                 progress(f"{name} {n}x{k}")
-            entries.append(_entry(Recipe.parse(name), n, k, batches, where, repeats))
-    return {"device": device_name(where), "arch": 10 * major + minor, "entries": entries}
+            entries.append(_entry(Recipe.parse(name), n, k, batches, torch_device, repeats))
+    return {"device": device_name(torch_device), "arch": 10 * major + minor, "entries": entries}
 
 
 def _entry(recipe: Recipe, n: int, k: int, batches: Sequence[int], device: torch.device, repeats: int) -> dict[str, Any]:
-    made = Specimen(recipe, n, k, device)
-    layers, measured = made.copies(), {}
+    bench_layer = BenchLayer(recipe, n, k, device)
+    layers, measured = bench_layer.copies(), {}
     for m in sorted(batches, reverse=True):  # what computes hard lowers a GPU's clock for a while
-        explained = explain(made.layer, m)
-        taking = [row for row, refusal in explained.rows if refusal is None]
-        rows = [row for row in taking if not row.startswith("reference")] or [explained.kernel]
+        explanation = explain(bench_layer.layer, m)
+        taking = [row for row, refusal in explanation.rows if refusal is None]
+        rows = [row for row in taking if not row.startswith("reference")] or [explanation.kernel]
         if len(rows) == 1:
             measured[m] = dict.fromkeys(rows, 0.0)
             continue
         x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
-        walks = {row: Walk([partial(_by, row, layer) for layer in layers], x, n == k) for row in rows}
-        measured[m] = _hard(walks, repeats) if m > HARD else _in_turns(walks, repeats)
+        sweeps = {row: Sweep([partial(_run_row, row, layer) for layer in layers], x, n == k) for row in rows}
+        measured[m] = _against_first(sweeps, repeats) if m > CLOCK_BOUND_ROWS else _interleaved(sweeps, repeats)
     del layers
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    call, several = explained.call, [(m, rows) for m, rows in sorted(measured.items()) if len(rows) > 1]
+    call, several = explanation.call, [(m, rows) for m, rows in sorted(measured.items()) if len(rows) > 1]
     return {
         "op": call.op, "scheme": str(call.scheme), "layout": call.layout, "n": n, "k": k,
         "up_to": segments(measured),
@@ -84,35 +84,35 @@ def _entry(recipe: Recipe, n: int, k: int, batches: Sequence[int], device: torch
     }  # fmt: skip
 
 
-def _by(row: str, layer: nn.Module, x: Tensor) -> Tensor:
+def _run_row(row: str, layer: nn.Module, x: Tensor) -> Tensor:
     with strict(row):
         y: Tensor = layer(x)
     return y
 
 
-def _in_turns(walks: dict[str, Walk], repeats: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {row: [] for row in walks}
+def _interleaved(sweeps: dict[str, Sweep], repeats: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {row: [] for row in sweeps}
     for _ in range(repeats):
-        for row, (calls, x, chained) in walks.items():
+        for row, (calls, x, chained) in sweeps.items():
             times[row].append(timed(calls, x, chained=chained, repeats=1).us)
     return {row: statistics.median(found) for row, found in times.items()}
 
 
-def _hard(walks: dict[str, Walk], repeats: int) -> dict[str, float]:
-    """Each in turns with the first one, behind as much of both as a clock takes to settle: what a row takes is what the first
+def _against_first(sweeps: dict[str, Sweep], repeats: int) -> dict[str, float]:
+    """Each interleaved with the first one, behind as much of both as a clock takes to settle: what a row takes is what the first
     one does times their ratio, for a clock that is another one a second later moves both."""
-    (first, base), *others = walks.items()
-    us = {first: timed(base.calls, base.x, chained=base.chained, repeats=repeats, settled=True).us}
+    (first, base), *others = sweeps.items()
+    us = {first: timed(base.calls, base.x, chained=base.chained, repeats=repeats, settle_clock=True).us}
     for row, (calls, x, chained) in others:
-        own = timed(calls, x, chained=chained, repeats=repeats, settled=True, beside=base)
-        us[row] = own.us if own.beside_us is None else us[first] * own.us / own.beside_us
+        times = timed(calls, x, chained=chained, repeats=repeats, settle_clock=True, baseline=base)
+        us[row] = times.us if times.baseline_us is None else us[first] * times.us / times.baseline_us
     return us
 
 
 def segments(measured: dict[int, dict[str, float]]) -> list[tuple[int | None, str]]:
     """(the largest M, row) pairs from the microseconds of each row at each M, rows in the registry's order."""
     found: list[tuple[int | None, str]] = []
-    before = 0
+    last_m = 0
     for m, rows in sorted(measured.items()):
         best = next(iter(rows))
         for row, us in rows.items():
@@ -121,19 +121,19 @@ def segments(measured: dict[int, dict[str, float]]) -> list[tuple[int | None, st
         if found and found[-1][1] == best:
             found.pop()
         elif found:
-            found[-1] = (_crossing(before, m, measured, found[-1][1], best), found[-1][1])
+            found[-1] = (_crossing(last_m, m, measured, found[-1][1], best), found[-1][1])
         found.append((m, best))
-        before = m
+        last_m = m
     return [*found[:-1], (None, found[-1][1])] if found else []
 
 
-def _crossing(low: int, high: int, measured: dict[int, dict[str, float]], first: str, then: str) -> int:
-    """The last M, from ``low`` to below ``high``, at which the row ``first`` is no slower than ``then``, as far as straight lines
-    between logarithms tell; ``low`` where one of them was not measured at both."""
-    times = [measured[m].get(row, 0.0) for m in (low, high) for row in (first, then)]
+def _crossing(low: int, high: int, measured: dict[int, dict[str, float]], first: str, second: str) -> int:
+    """The last M, from ``low`` to below ``high``, at which the row ``first`` is no slower than ``second``, as far as straight
+    lines between logarithms tell; ``low`` where one of them was not measured at both."""
+    times = [measured[m].get(row, 0.0) for m in (low, high) for row in (first, second)]
     if not all(times):
         return low
-    at_low, at_high = (math.log(times[i + 1] / times[i]) for i in (0, 2))  # of `then` to `first`
+    at_low, at_high = (math.log(times[i + 1] / times[i]) for i in (0, 2))  # of `second` to `first`
     if not at_high < 0 <= at_low:
         return low
     return min(int(low * (high / low) ** (at_low / (at_low - at_high))), high - 1)

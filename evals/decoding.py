@@ -1,7 +1,7 @@
 """Tokens a second of a whole model on a CPU by ``model.generate``: quantized, the same fused, and llama.cpp on files of its own.
 
-All of them take turns in one run, so that whatever else the machine does meets each; ``xllamacpp`` runs the GGUF files. A token's
-time is that between two tokens behind the prompt, the prompt's that to the first.
+All of them are interleaved in one run, so that whatever else the machine does affects each; ``xllamacpp`` runs the GGUF files. A
+token's time is that between two tokens behind the prompt, the prompt's that to the first.
 
     python -m lowbit.evals.decoding FOLDER --gguf FILE.gguf --requantize Q4_0 --out evals/results/decoding_cpu.json
 """
@@ -30,7 +30,7 @@ from lowbit.recipe import Recipe
 
 from .gemv import device_name
 from .generate import weight_bytes, with_head
-from .reader import Limits
+from .read_limit import ReadLimits
 from .results import write_result
 
 __all__ = ["main", "measure", "requantized", "table"]
@@ -44,7 +44,7 @@ Run = Callable[
 def measure(
     folder: str | Path, ggufs: Sequence[Path] = (), recipe: str = "int4", prompt: int = 126, tokens: int = 64, rounds: int = 7
 ) -> dict[str, Any]:
-    """Figures of the model in ``folder`` quantized by ``recipe``, its head too, and of ``ggufs``: ``rounds`` in turns.
+    """Figures of the model in ``folder`` quantized by ``recipe``, its head too, and of ``ggufs``: ``rounds``, interleaved.
 
     Each round writes ``tokens`` behind ``prompt`` random ones; a row has the median and the least time of a token of all rounds,
     and the median of the prompts. ``parts``: where a token's milliseconds go, before and after fusing."""
@@ -54,22 +54,22 @@ def measure(
     plain.generation_config.eos_token_id = None
     fused = copy.deepcopy(plain)
     fuse_(fused, torch.zeros(1, 1, dtype=torch.long), use_cache=False)
-    limit = Limits(torch.device("cpu"), 5)(_READ)
-    bandwidth = _READ / min(limit.us, limit.plain_us) * 1e6
+    limit = ReadLimits(torch.device("cpu"), 5)(_READ)
+    bandwidth = _READ / min(limit.us, limit.no_pdl_us) * 1e6
     runs: dict[str, Run] = {f"lowbit {recipe}": _generate(plain), f"lowbit {recipe}, fused": _generate(fused)}
     with contextlib.ExitStack() as stack:
         for path in ggufs:
             runs[f"llama.cpp {path.stem}"] = stack.enter_context(_llama(path, prompt + tokens))
         times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in runs}
-        taken_before: list[dict[str, float]] = []
-        taken_after: list[dict[str, float]] = []
+        device_time_before: list[dict[str, float]] = []
+        device_time_after: list[dict[str, float]] = []
         for round_ in range(rounds + 1):
             ids = torch.randint(100, plain.config.vocab_size - 400, (prompt,)).tolist()
             for name, run in runs.items():
                 first, each = run(ids, tokens if round_ else 4)
                 if round_:
                     times[name][0].append(first), times[name][1].extend(each)
-            for model, taken in ((plain, taken_before), (fused, taken_after)):
+            for model, taken in ((plain, device_time_before), (fused, device_time_after)):
                 taken.append(_parts(model, prompt))
     rows = []
     for name, (firsts, each) in times.items():
@@ -80,10 +80,10 @@ def measure(
         })  # fmt: skip
     for row in rows:
         row["times_first"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
-    parts = {"before": _middle(taken_before), "after": _middle(taken_after)}
+    parts = {"before": _middle(device_time_before), "after": _middle(device_time_after)}
     where = {"model": Path(folder).name, "recipe": recipe, "device": device_name(torch.device("cpu"))}
-    how = {"prompt": prompt, "tokens": tokens, "rounds": rounds}
-    return {**where, **how, "bytes_per_second": bandwidth, "weight_bytes": weight_bytes(plain), "rows": rows, "parts": parts}
+    settings = {"prompt": prompt, "tokens": tokens, "rounds": rounds}
+    return {**where, **settings, "bytes_per_second": bandwidth, "weight_bytes": weight_bytes(plain), "rows": rows, "parts": parts}
 
 
 class _Clock:
@@ -115,10 +115,10 @@ def _generate(model: Any) -> Run:
 def _llama(path: Path, context: int) -> Iterator[Run]:
     """llama.cpp on a GGUF file, with as many threads as torch has."""
     llama: Any = importlib.import_module("xllamacpp")
-    how = llama.CommonParams()
-    how.model.path, how.n_ctx, how.n_parallel, how.warmup = str(path), 256 * (context // 256 + 2), 1, True
-    how.cpuparams.n_threads = how.cpuparams_batch.n_threads = torch.get_num_threads()
-    server = llama.Server(how)
+    settings = llama.CommonParams()
+    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = str(path), 256 * (context // 256 + 2), 1, True
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
+    server = llama.Server(settings)
 
     def run(ids: list[int], tokens: int) -> tuple[float, list[float]]:
         asked = {"prompt": ids, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "stream": True}
@@ -163,7 +163,7 @@ def _parts(model: Any, prompt: int, steps: int = 12) -> dict[str, float]:
     """Milliseconds of a token by what runs: those of operators by torch's profiler, the others by difference."""
     ids = torch.randint(100, 1000, (1, prompt))
     run = _generate(model)
-    whole = statistics.median(run(ids[0].tolist(), steps)[1])
+    generate_seconds = statistics.median(run(ids[0].tolist(), steps)[1])
     cache: Any = importlib.import_module("transformers").DynamicCache(config=model.config)
     token = ids[:, :1]
     with torch.no_grad():
@@ -175,15 +175,15 @@ def _parts(model: Any, prompt: int, steps: int = 12) -> dict[str, float]:
         with torch.profiler.profile() as profiled:
             for _ in range(steps):
                 model(token, past_key_values=cache)
-    own = {event.key: event.self_cpu_time_total / 1e6 / steps for event in profiled.key_averages()}
-    products = sum(t for name, t in own.items() if name.startswith("lowbit_cpu::") and "decoder" not in name) - of_head
-    layers = sum(t for name, t in own.items() if name == "lowbit_cpu::decoder_steps")
-    attention = sum(t for name, t in own.items() if "scaled_dot_product" in name)
-    others = sum(own.values()) - products - of_head - layers - attention
+    op_times = {event.key: event.self_cpu_time_total / 1e6 / steps for event in profiled.key_averages()}
+    products = sum(t for name, t in op_times.items() if name.startswith("lowbit_cpu::") and "decoder" not in name) - of_head
+    layers = sum(t for name, t in op_times.items() if name == "lowbit_cpu::decoder_steps")
+    attention = sum(t for name, t in op_times.items() if "scaled_dot_product" in name)
+    others = sum(op_times.values()) - products - of_head - layers - attention
     parts = {
         "products of layers": max(products, 0.0), "whole layers in one call": layers, "head": of_head, "attention": attention,
-        "other operators": others, "Python in the model": max(forward - sum(own.values()), 0.0),
-        "generate": max(whole - forward, 0.0), "all": whole,
+        "other operators": others, "Python in the model": max(forward - sum(op_times.values()), 0.0),
+        "generate": max(generate_seconds - forward, 0.0), "all": generate_seconds,
     }  # fmt: skip
     return {name: 1e3 * seconds for name, seconds in parts.items()}
 

@@ -1,4 +1,4 @@
-"""The model in the box, quantized a dozen ways and measured: the table of ``lowbit demo``, and that of the README.
+"""The bundled toy model, quantized a dozen ways and measured: the table of ``lowbit demo``, and that of the README.
 
     python -m lowbit.evals.demo --out demo.json
 
@@ -42,12 +42,12 @@ _SHORT = {"int8_dynamic_activation_int8_weight": "int8, x int8", "int8_dynamic_a
 
 
 def run(*, limit: int | None = None, recipes: Sequence[str] = RECIPES, progress: Progress | None = None) -> list[Outcome]:
-    """Measure the model in the box: its own held-out text, its exam (``limit`` questions a subject), files and speed.
+    """Measure the bundled toy model: its own held-out text, its exam (``limit`` questions a subject), files and speed.
 
     Raises ``FileNotFoundError`` where the model is not there, with the command that makes it.
     """
     if not (TOY / "config.json").is_file():
-        raise FileNotFoundError(f"the model in the box is not in {TOY}: make it with python -m lowbit.evals.toy.train")
+        raise FileNotFoundError(f"the bundled toy model is not in {TOY}: make it with python -m lowbit.evals.toy.train")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
@@ -116,7 +116,7 @@ def _names(kernels: Mapping[str, int]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Measure the model in the box for the table of a document.")
+    parser = argparse.ArgumentParser(description="Measure the bundled toy model for the table of a document.")
     parser.add_argument("--limit", type=int, help="exam questions a subject at most")
     parser.add_argument("--out", type=Path, default=RESULTS / "demo.json", help="JSON file to write")
     options = parser.parse_args(arguments)
@@ -129,9 +129,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _row(outcome: dict[str, Any]) -> dict[str, Any]:
     """What a table is made from."""
-    kept = ("recipe", "bits_per_weight", "file_bytes", "perplexity", "kernels", "speed", "seconds")
+    reused = ("recipe", "bits_per_weight", "file_bytes", "perplexity", "kernels", "speed", "seconds")
     exam = {name: outcome["tasks"][MMLU][name] for name in ("n", "value", "difference")}
-    return {**{name: outcome[name] for name in kept}, "tasks": {MMLU: exam}}
+    return {**{name: outcome[name] for name in reused}, "tasks": {MMLU: exam}}
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Reference:
             for start, logits in _batches(model, chunks, None):
                 if made is None:
                     made = Reference(chunks, file, (chunks.shape[1] - 1, logits.shape[-1]), logits.dtype)
-                    made._check_room(where)
+                    made._check_disk_space(where)
                 if bool(torch.isnan(logits).any()):
                     raise ValueError(f"the float model's logits hold NaN in chunks {start + 1} to {start + len(logits)}")
                 file.write(logits.cpu().contiguous().view(torch.uint8).reshape(-1).numpy().data)
@@ -141,7 +141,7 @@ class Reference:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _check_room(self, folder: Path) -> None:
+    def _check_disk_space(self, folder: Path) -> None:
         free = shutil.disk_usage(folder).free
         if free < self.nbytes:
             raise ValueError(
@@ -163,10 +163,10 @@ def divergence(model: nn.Module, reference: Reference, *, progress: Progress | N
     kl: list[float] = []
     same = 0
     for start, logits in _batches(model, reference.chunks, reference.vocabulary):
-        kept = reference.logits(start, start + len(logits))
-        for ours, theirs in zip(logits, kept, strict=True):
-            total, agreed = _compared(theirs, ours)
-            kl.append(total / len(ours))
+        reference_logits = reference.logits(start, start + len(logits))
+        for quantized_logits, float_logits in zip(logits, reference_logits, strict=True):
+            total, agreed = _compared(float_logits, quantized_logits)
+            kl.append(total / len(quantized_logits))
             same += agreed
         if progress is not None:
             progress(start + len(logits), len(reference.chunks))
@@ -209,13 +209,13 @@ def _batches(model: nn.Module, chunks: Tensor, vocabulary: int | None) -> Iterat
 
 
 @torch.inference_mode()
-def _compared(theirs: Tensor, ours: Tensor) -> tuple[float, int]:
+def _compared(float_logits: Tensor, quantized_logits: Tensor) -> tuple[float, int]:
     """The sum of KL(theirs || ours) over tokens, and for how many both have the same largest logit: [tokens, vocabulary]."""
     total, agreed = 0.0, 0
-    rows = max(1, _DOUBLES // ours.shape[-1])
-    for start in range(0, len(ours), rows):
-        y = ours[start : start + rows]
-        x = theirs[start : start + rows].to(y.device)
+    rows = max(1, _DOUBLES // quantized_logits.shape[-1])
+    for start in range(0, len(quantized_logits), rows):
+        y = quantized_logits[start : start + rows]
+        x = float_logits[start : start + rows].to(y.device)
         agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
         p, q = x.double().log_softmax(-1), y.double().log_softmax(-1)
         chance = p.exp()

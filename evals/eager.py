@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lowbit.recipe import Recipe
 
-from .specimens import Specimen
-from .walks import FEWEST, copies_of
+from .bench_layers import BenchLayer
+from .cold_cache import MIN_GRAPH_CALLS, copies_of
 
 __all__ = ["measure", "table"]
 
@@ -30,7 +30,7 @@ def measure(
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[dict[str, Any]]:
-    """Microseconds a call at one row of x, for weights [n, k] of each shape, beside a float layer's; medians over walks.
+    """Microseconds a call at one row of x, for weights [n, k] of each shape, beside a float layer's; medians over sweeps.
 
     ``us``: from the first call until the device has done the last one; ``host_us``: until the host has launched it.
     """
@@ -41,13 +41,13 @@ def _of_shape(schemes: Sequence[str], n: int, k: int, device: torch.device, dtyp
     x = torch.randn(1, k, device=device, dtype=dtype)
     size = n * k * dtype.itemsize
     dense = [nn.Linear(k, n, bias=False, device=device, dtype=dtype) for _ in range(copies_of(size, device))]
-    made: dict[str, Sequence[nn.Module]] = {"float": dense}
-    made |= {scheme: Specimen(Recipe.parse(scheme), n, k, device, dtype).copies() for scheme in schemes}
-    walks = {name: _enough(layers) for name, layers in made.items()}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in walks}
-    for i in range(_ROUNDS + 2):  # in turns, so that a host that slows down does so for all
-        for name, layers in walks.items():
-            times = _walk(layers, x)
+    layers_by_name: dict[str, Sequence[nn.Module]] = {"float": dense}
+    layers_by_name |= {scheme: BenchLayer(Recipe.parse(scheme), n, k, device, dtype).copies() for scheme in schemes}
+    sweeps = {name: _enough_copies(layers) for name, layers in layers_by_name.items()}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sweeps}
+    for i in range(_ROUNDS + 2):  # interleaved, so that a host that slows down does so for all
+        for name, layers in sweeps.items():
+            times = _timed_sweep(layers, x)
             if i >= 2:  # what is chosen and prepared at the first calls is not part of it
                 found[name].append(times)
     float_us = statistics.median(us for us, _ in found["float"])
@@ -56,29 +56,31 @@ def _of_shape(schemes: Sequence[str], n: int, k: int, device: torch.device, dtyp
         yield {"scheme": name, "m": 1, "n": n, "k": k, "us": us, "host_us": host_us, "times_float": float_us / us}
 
 
-def _enough(layers: Sequence[nn.Module]) -> list[Callable[[Tensor], Tensor]]:
-    return list(layers) * -(-FEWEST // len(layers))
+def _enough_copies(layers: Sequence[nn.Module]) -> list[Callable[[Tensor], Tensor]]:
+    return list(layers) * -(-MIN_GRAPH_CALLS // len(layers))
 
 
 @torch.no_grad()
-def _walk(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> tuple[float, float]:
-    def settled() -> float:
+def _timed_sweep(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> tuple[float, float]:
+    def synchronize() -> float:
         if x.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    start = settled()
+    start = synchronize()
     for layer in layers:
         layer(x)
     launched = time.perf_counter()
-    return (settled() - start) * 1e6 / len(layers), (launched - start) * 1e6 / len(layers)
+    return (synchronize() - start) * 1e6 / len(layers), (launched - start) * 1e6 / len(layers)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """What :func:`measure` returned, for a terminal."""
-    made = Table(title="one row of x, eager, weights cold", title_justify="left")
+    layers_by_name = Table(title="one row of x, eager, weights cold", title_justify="left")
     for name in ("N x K", "scheme", "us", "host us", "times float"):
-        made.add_column(name, justify="left" if name in ("N x K", "scheme") else "right", no_wrap=True)
+        layers_by_name.add_column(name, justify="left" if name in ("N x K", "scheme") else "right", no_wrap=True)
     for r in rows:
-        made.add_row(f"{r['n']} x {r['k']}", r["scheme"], f"{r['us']:.1f}", f"{r['host_us']:.1f}", f"{r['times_float']:.2f}")
-    return made
+        layers_by_name.add_row(
+            f"{r['n']} x {r['k']}", r["scheme"], f"{r['us']:.1f}", f"{r['host_us']:.1f}", f"{r['times_float']:.2f}"
+        )
+    return layers_by_name

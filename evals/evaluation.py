@@ -31,7 +31,7 @@ from .texts import read_text
 __all__ = ["TOY", "TOY_DATA", "TOY_TEXT", "Material", "Outcome", "compare", "result"]
 
 TOY = Path(__file__).parent / "toy" / "model"
-"""The model in the box."""
+"""The bundled toy model."""
 TOY_DATA = Path(__file__).parent / "toy" / "data"
 """Its exam: ``dev/SUBJECT_dev.csv`` and ``test/SUBJECT_test.csv``."""
 TOY_TEXT = TOY_DATA / "heldout.txt"
@@ -127,8 +127,8 @@ class Outcome:
             name: {**_plain(score), "difference": self.differences[name].to_dict() if name in self.differences else None}
             for name, score in self.tasks.items()
         }
-        kept = ("recipe", "bits_per_weight", "file_bytes", "size", "kernels", "layers", "histograms", "shortened", "seconds")
-        return {**{name: getattr(self, name) for name in kept}, **plain, "tasks": tasks}
+        reused = ("recipe", "bits_per_weight", "file_bytes", "size", "kernels", "layers", "histograms", "shortened", "seconds")
+        return {**{name: getattr(self, name) for name in reused}, **plain, "tasks": tasks}
 
 
 def result(model: str, outcomes: Sequence[Outcome], seconds: float, gemv: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -177,11 +177,11 @@ def compare(
         progress: called with (what is being done, done, in all).
     """
     data = None if calibration is None else Calibration.of(calibration)
-    course = _Course(load, tokenizer, material, data, device, None if cache is None else Path(cache), progress)
+    course = _Evaluation(load, tokenizer, material, data, device, None if cache is None else Path(cache), progress)
     outcomes: list[Outcome] = []
     try:
-        for what in (None, *recipes):
-            outcomes.append(course.measure(what, files, speed, None if harness is None else Path(harness)))
+        for recipe in (None, *recipes):
+            outcomes.append(course.measure(recipe, files, speed, None if harness is None else Path(harness)))
     finally:
         course.close()
     return _compared(outcomes)
@@ -198,7 +198,7 @@ def _compared(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [first, *(replace(other, differences=paired) for other, paired in zip(others, by_outcome, strict=True))]
 
 
-class _Course:
+class _Evaluation:
     """One evaluation under way: what its models share."""
 
     def __init__(
@@ -227,44 +227,48 @@ class _Course:
         model = self.load().eval()
         return model if self.device is None else model.to(self.device)
 
-    def data_for(self, what: Any) -> Calibration | None:
-        """The calibration, where ``what`` is a recipe that may look at it."""
-        if what is None or self.calibration is None:
+    def data_for(self, recipe: Any) -> Calibration | None:
+        """The calibration, where ``recipe`` is a recipe that may look at it."""
+        if recipe is None or self.calibration is None:
             return None
-        recipe = Recipe.of(what)
-        rounders = {rule.target.rounder for rule in recipe.rules if rule.target is not None}
+        recipe = Recipe.of(recipe)
+        rounders = {rule.config.rounder for rule in recipe.rules if rule.config is not None}
         return self.calibration if recipe.needs_data or recipe.rewrites or rounders - {"rtn"} else None
 
-    def measure(self, what: Any, files: bool, speed: bool, harness: Path | None) -> Outcome:
+    def measure(self, recipe: Any, files: bool, speed: bool, harness: Path | None) -> Outcome:
         """One outcome; figures that the cache holds are not measured again, and a model that needs none is not made."""
         start = time.perf_counter()
-        made = _Made(self, what)
+        lazy_model = _LazyModel(self, recipe)
         if self.identity is None and self.folder is not None:
-            self.identity = fingerprint(made.model, self.tokenizer)
-        recipe = None if what is None else Recipe.of(what).to_dict()
-        key = {"model": self.identity, "recipe": recipe, "device": str(self.device), "software": _software()}
-        if self.folder is not None and (data := self.data_for(what)) is not None:
+            self.identity = fingerprint(lazy_model.model, self.tokenizer)
+        recipe_dict = None if recipe is None else Recipe.of(recipe).to_dict()
+        key = {"model": self.identity, "recipe": recipe_dict, "device": str(self.device), "software": _software()}
+        if self.folder is not None and (data := self.data_for(recipe)) is not None:
             key["calibration"] = _identity_of(data)
         cache = Cache(self.folder, key)
-        name = str(getattr(what, "name", what)) if what is not None else cache.figure("name", 0, lambda: _name(made.model))
+        name = (
+            str(getattr(recipe, "name", recipe))
+            if recipe is not None
+            else cache.figure("name", 0, lambda: _name(lazy_model.model))
+        )
 
-        def step(words: str) -> Callable[[int, int], None]:
-            return lambda done, total: None if self.progress is None else self.progress(f"{name}: {words}", done, total)
+        def step(message: str) -> Callable[[int, int], None]:
+            return lambda done, total: None if self.progress is None else self.progress(f"{name}: {message}", done, total)
 
-        weights = cache.figure("weights", 0, made.weights)
-        size = cache.figure("file", 0, lambda: _file_bytes(made.model)) if files else None
-        loss = self._perplexity(cache, made, step("perplexity"))
-        answers = self._answers(cache, made, step("questions"))
+        weights = cache.figure("weights", 0, lazy_model.weights)
+        size = cache.figure("file", 0, lambda: _file_bytes(lazy_model.model)) if files else None
+        loss = self._perplexity(cache, lazy_model, step("perplexity"))
+        answers = self._answers(cache, lazy_model, step("questions"))
         if answers is not None and harness is not None:
             write_results(answers["lm_eval"], harness / _as_file(name))
-        far = self._divergence(cache, made, what, step("divergence"))
+        fraction = self._divergence(cache, lazy_model, recipe, step("divergence"))
         kernels = cache.figure(
-            "kernels", PROMPT, lambda: {"decode": _kernels(made.model, 1), "prompt": _kernels(made.model, PROMPT)}
+            "kernels", PROMPT, lambda: {"decode": _kernels(lazy_model.model, 1), "prompt": _kernels(lazy_model.model, PROMPT)}
         )
-        timed = cache.figure("speed", 0, lambda: asdict(decode_speed(made.model))) if speed else None
+        timed = cache.figure("speed", 0, lambda: asdict(decode_speed(lazy_model.model))) if speed else None
         seconds = cache.figure("seconds", [files, speed, *self._of()], lambda: time.perf_counter() - start)
         return Outcome(
-            recipe=name, file_bytes=size, **weights, perplexity=loss, divergence=far, kernels=kernels,
+            recipe=name, file_bytes=size, **weights, perplexity=loss, divergence=fraction, kernels=kernels,
             tasks={} if answers is None else {task: Score(**score) for task, score in answers["scores"].items()},
             speed=None if timed is None else Speed(**timed), seconds=seconds,
             shortened=0 if answers is None else answers["shortened"],
@@ -275,7 +279,7 @@ class _Course:
         m = self.material
         return [m.text, m.context, m.stride, m.chunks, m.batch, m.compared, None if m.suite is None else m.suite.identity]
 
-    def _perplexity(self, cache: Cache, made: _Made, progress: Callable[[int, int], None]) -> Perplexity | None:
+    def _perplexity(self, cache: Cache, lazy_model: _LazyModel, progress: Callable[[int, int], None]) -> Perplexity | None:
         m = self.material
         if m.text is None:
             return None
@@ -283,11 +287,11 @@ class _Course:
         measured = cache.figure(
             "perplexity",
             [text, options],
-            lambda: asdict(perplexity(made.model, self.tokenizer, text, progress=progress, **options)),
+            lambda: asdict(perplexity(lazy_model.model, self.tokenizer, text, progress=progress, **options)),
         )
         return Perplexity(**measured)
 
-    def _answers(self, cache: Cache, made: _Made, progress: Callable[[int, int], None]) -> dict[str, Any] | None:
+    def _answers(self, cache: Cache, lazy_model: _LazyModel, progress: Callable[[int, int], None]) -> dict[str, Any] | None:
         suite, batch = self.material.suite, self.material.batch
         if suite is None:
             return None
@@ -295,7 +299,7 @@ class _Course:
         def asked() -> dict[str, Any]:
             from lm_eval.utils import handle_non_serializable
 
-            found = ask(made.model, self.tokenizer, suite, batch=batch, cache=cache, progress=progress)
+            found = ask(lazy_model.model, self.tokenizer, suite, batch=batch, cache=cache, progress=progress)
             shortened, scores = found.pop("shortened"), scores_of(found, suite)
             found.pop("samples")
             plain = json.loads(json.dumps(found, default=handle_non_serializable))
@@ -303,25 +307,27 @@ class _Course:
 
         return cache.figure("answers", [suite.identity, batch], asked)
 
-    def _divergence(self, cache: Cache, made: _Made, what: Any, progress: Callable[[int, int], None]) -> Divergence | None:
+    def _divergence(
+        self, cache: Cache, lazy_model: _LazyModel, recipe: Any, progress: Callable[[int, int], None]
+    ) -> Divergence | None:
         m = self.material
         if m.text is None or m.compared < 2:
             return None
-        if what is None:
+        if recipe is None:
             # While the float model is at hand; where everything else is known already, it is made again when it is needed.
-            if made.exists:
-                self._refer(made.model, progress)
+            if lazy_model.exists:
+                self._make_reference(lazy_model.model, progress)
             return None
 
         def measured() -> dict[str, Any]:
             if self.reference is None:
-                self._refer(self.float_model(), progress)
+                self._make_reference(self.float_model(), progress)
             assert self.reference is not None
-            return asdict(divergence(made.model, self.reference, progress=progress))
+            return asdict(divergence(lazy_model.model, self.reference, progress=progress))
 
         return Divergence(**cache.figure("divergence", [m.text, m.context, m.compared], measured))
 
-    def _refer(self, model: nn.Module, progress: Callable[[int, int], None]) -> None:
+    def _make_reference(self, model: nn.Module, progress: Callable[[int, int], None]) -> None:
         m = self.material
         assert m.text is not None
         chunks = windows_of(self.tokenizer, m.text, context_of(model, m.context))
@@ -329,11 +335,11 @@ class _Course:
             self.reference = Reference.collect(model, chunks, limit=m.compared, progress=progress)
 
 
-class _Made:
+class _LazyModel:
     """A model that is loaded and quantized when somebody asks for it."""
 
-    def __init__(self, course: _Course, what: Any) -> None:
-        self._course, self._what = course, what
+    def __init__(self, course: _Evaluation, recipe: Any) -> None:
+        self._course, self._recipe = course, recipe
         self._model: nn.Module | None = None
         self._figures: dict[str, Any] = {}
 
@@ -345,11 +351,11 @@ class _Made:
     def model(self) -> nn.Module:
         if self._model is None:
             model = self._course.float_model()
-            if self._what is None:
+            if self._recipe is None:
                 self._figures = {"bits_per_weight": _bits_as_loaded(model), "layers": [], "histograms": []}
             else:
                 before = float_weights(model)
-                bits = _quantized_bits(model, self._what, self._course.data_for(self._what))
+                bits = _quantized_bits(model, self._recipe, self._course.data_for(self._recipe))
                 layers, histograms = layer_figures(model, before)
                 self._figures = {"bits_per_weight": bits, "layers": layers, "histograms": histograms}
             self._model = model
@@ -408,10 +414,10 @@ def _bits_as_loaded(model: nn.Module) -> float:
     return sum(bits) / max(sum(layer.weight.numel() for layer in layers), 1)
 
 
-def _quantized_bits(model: nn.Module, what: Any, calibration: Calibration | None) -> float:
-    changed = quantize_(model, what, calibration=calibration).changed
-    numbers = [layer.shape[0] * layer.shape[1] for layer in changed]
-    return sum(layer.bits_per_weight * n for layer, n in zip(changed, numbers, strict=True)) / sum(numbers)
+def _quantized_bits(model: nn.Module, recipe: Any, calibration: Calibration | None) -> float:
+    quantized = quantize_(model, recipe, calibration=calibration).quantized
+    numbers = [layer.shape[0] * layer.shape[1] for layer in quantized]
+    return sum(layer.bits_per_weight * n for layer, n in zip(quantized, numbers, strict=True)) / sum(numbers)
 
 
 def _file_bytes(model: nn.Module) -> int:

@@ -13,8 +13,8 @@ from .results import replace_file
 __all__ = ["as_csv", "as_json", "draw", "write", "write_json"]
 
 _COLUMNS = (
-    "scheme", "kernel", "contract", "layout", "m", "n", "k", "bytes", "us", "early", "billion_weights_per_second", "limit_us",
-    "fraction_of_limit", "plain_us", "plain_limit_us", "plain_fraction_of_limit", "float_us", "times_float",
+    "scheme", "kernel", "contract", "layout", "m", "n", "k", "bytes", "us", "pdl", "billion_weights_per_second", "limit_us",
+    "fraction_of_limit", "no_pdl_us", "no_pdl_limit_us", "no_pdl_fraction_of_limit", "float_us", "times_float",
 )  # fmt: skip
 
 
@@ -80,17 +80,17 @@ def draw(path: Path, figures: dict[str, Any]) -> bool:
     for place, m in enumerate(batches):
         axes = figure.add_subplot(lines, columns, place + 1, title=f"M = {m}", yscale="log")
         for index, name in enumerate(names):
-            own = {(row["n"], row["k"]): row for row in rows if row["scheme"] == name and row["m"] == m}
-            found = [(shapes.index(shape), row) for shape, row in own.items()]
+            rows_by_shape = {(row["n"], row["k"]): row for row in rows if row["scheme"] == name and row["m"] == m}
+            found = [(shapes.index(shape), row) for shape, row in rows_by_shape.items()]
             color, at = _color(index, len(names), name), [where for where, _ in found]
             speeds = [row["billion_weights_per_second"] for _, row in found]
             limits = [row["n"] * row["k"] / row["limit_us"] / 1e3 for _, row in found]
             axes.plot(at, speeds, marker="o", markersize=3, color=color, label=name)
             axes.plot(at, limits, linestyle=":", linewidth=0.8, color=color)
         for index, name in enumerate(dict.fromkeys(row["peer"] for row in peers)):
-            own = [row for row in peers if row["peer"] == name and row["m"] == m and (row["n"], row["k"]) in shapes]
-            at = [shapes.index((row["n"], row["k"])) for row in own]
-            marks = [row["billion_weights_per_second"] for row in own]
+            peer_rows = [row for row in peers if row["peer"] == name and row["m"] == m and (row["n"], row["k"]) in shapes]
+            at = [shapes.index((row["n"], row["k"])) for row in peer_rows]
+            marks = [row["billion_weights_per_second"] for row in peer_rows]
             axes.scatter(at, marks, marker="x+1234v"[index % 7], color="black", s=36, linewidths=1, label=name)
         axes.set_xticks(range(len(shapes)), [f"{n}x{k}" for n, k in shapes], rotation=45, ha="right", fontsize=7)
         axes.set_ylabel("billion weights / s (dotted: the limit)")

@@ -1,10 +1,10 @@
 """Weights loaded per second: every kernel against the limit of reading its bytes, in one run, weights cold.
 
-Each figure is the median over walks through enough copies of a weight to leave the last-level cache cold (or, where that is
-asked for, over one, which stays in the cache if it fits there). On a GPU a walk is one CUDA graph. Where N = K each product takes
-the one before it as its x, so that a kernel which starts early still has to wait for it. Walks take turns with some of the float
-weight, since a GPU's clock swings, and on a CPU, which others use too, with some that only read; where rows of x are many enough
-to make a GPU lower its clock, they are timed once their own work has done so.
+Each figure is the median over sweeps through enough copies of a weight to leave the last-level cache cold (or, where that is
+asked for, over one, which stays in the cache if it fits there). On a GPU a sweep is one CUDA graph. Where N = K each product
+takes the one before it as its x, so that a kernel which starts early still has to wait for it. Sweeps are interleaved with sweeps
+over the float weight, since a GPU's clock swings, and on a CPU, which others use too, with some that only read; where rows of x
+are many enough to make a GPU lower its clock, they are timed once their own work has done so.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lowbit.environment import cpu_instructions
 from lowbit.recipe import Recipe
 
 from . import peers
-from .reader import Limits
-from .specimens import Specimen
-from .walks import HARD, Times, Walk, copies_of, timed
+from .bench_layers import BenchLayer
+from .cold_cache import CLOCK_BOUND_ROWS, Sweep, Times, copies_of, timed
+from .read_limit import ReadLimits
 
-__all__ = ["BATCHES", "SCHEMES", "SHAPES", "beside", "device_name", "largest", "measure", "row_of", "table"]
+__all__ = ["BATCHES", "SCHEMES", "SHAPES", "decode_speeds", "device_name", "largest", "measure", "row_of", "table"]
 
 SCHEMES = (
     "int8", "int4", "int4_sym", "int3", "int2", "int5", "int6", "fp8", "fp6", "fp6_e3m2", "fp4", "nf4",
@@ -40,8 +40,12 @@ SHAPES = (
 )  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)
 _SMALL, _USUAL = 1 << 20, (4096, 4096)  # weights of a layer that are few; a layer of a usual model
-_TURN, _SHORT, _LONG = 3, 1.0, 4.0  # walks of a turn; seconds that turns take at least, and after which none begins
-_REST = 0.2  # seconds behind hard work
+_SWEEPS_PER_ROUND, _MIN_SECONDS, _MAX_SECONDS = (
+    3,
+    1.0,
+    4.0,
+)  # sweeps of a round; seconds that rounds take at least, and after which none begins
+_COOL_DOWN_SECONDS = 0.2  # seconds behind hard work
 
 
 def measure(
@@ -64,20 +68,20 @@ def measure(
     ``schemes``: recipes, or their names. ``others``: names in :data:`peers.PEERS`, each measured in a process that may take
     ``seconds``, on the part of the grid that is theirs. ``cold=False``: over one copy, again and again. ``kernels``: the rows of
     the registry that may run, all if none is named. Returns plain data:
-    ``rows`` as of :func:`row_of` (with ``float_us``, F.linear's in turns with it), ``peers``, the same without that, and
+    ``rows`` as of :func:`row_of` (with ``float_us``, F.linear's interleaved with it), ``peers``, the same without that, and
     ``failures``, each with the error of a figure that could not be taken.
     ``keep`` is called with what there is after each shape, so that a run that is ended early leaves something.
     """
-    where = torch.device(device)
+    torch_device = torch.device(device)
     recipes = {recipe.name: recipe for recipe in map(Recipe.of, schemes)}
-    limits = Limits(where, repeats, cold)
-    one = _Run(batches, where, dtype, repeats, layout, limits, cold, progress, kernels)
-    figures: dict[str, Any] = {"device": device_name(where), "dtype": str(dtype), "cold": cold, "kernels": [*kernels]}
+    limits = ReadLimits(torch_device, repeats, cold)
+    one = _Run(batches, torch_device, dtype, repeats, layout, limits, cold, progress, kernels)
+    figures: dict[str, Any] = {"device": device_name(torch_device), "dtype": str(dtype), "cold": cold, "kernels": [*kernels]}
     figures |= {"rows": [], "peers": [], "failures": []}
     float_us: dict[tuple[int, int, int], float] = {}
     for n, k in shapes:
         rows = []
-        floats: dict[int, Walk] = {}
+        floats: dict[int, Sweep] = {}
         for name in ("float", *recipes):
             for m, row in one.rows(name, recipes.get(name), n, k, floats):
                 if name == "float" and "us" in row:
@@ -90,16 +94,16 @@ def measure(
         figures["rows"] += sorted(rows, key=lambda row: row["m"])
         keep(figures)
     if others:
-        some = where.type == "cuda"  # where libraries tune for long
-        theirs = [shape for shape in shapes if shape in peers.SHAPES and some] or shapes
-        few = [m for m in batches if m in peers.BATCHES and some] or batches
-        found, missing = peers.measure(others, theirs, few, device, repeats, seconds, progress, cold)
+        on_gpu = torch_device.type == "cuda"  # where libraries tune for long
+        peer_shapes = [shape for shape in shapes if shape in peers.SHAPES and on_gpu] or shapes
+        peer_batches = [m for m in batches if m in peers.BATCHES and on_gpu] or batches
+        found, missing = peers.measure(others, peer_shapes, peer_batches, device, repeats, seconds, progress, cold)
         figures["peers"] = [_peer_row(row, limits(row["bytes"]), float_us) for row in found]
         figures["failures"] += missing
     return figures
 
 
-def beside(
+def decode_speeds(
     recipes: Sequence[str | Recipe], shape: tuple[int, int], device: str, progress: Callable[[str, int, int], None] | None = None
 ) -> dict[str, Any]:
     """:func:`measure` of one row of x, as a token is decoded, for what stands beside an evaluation: few repeats.
@@ -108,11 +112,11 @@ def beside(
     """
     done = itertools.count()
 
-    def said(what: str) -> None:
+    def on_row(what: str) -> None:
         if progress is not None:
             progress(f"weights per second: {what}", next(done), 1 + len(recipes))
 
-    return measure(recipes, [shape], (1,), device, repeats=5, progress=said)
+    return measure(recipes, [shape], (1,), device, repeats=5, progress=on_row)
 
 
 def largest(layers: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
@@ -126,10 +130,10 @@ def largest(layers: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
 
 
 def _peer_row(row: dict[str, Any], limit: Times, float_us: dict[tuple[int, int, int], float]) -> dict[str, Any]:
-    times, where = Times(row["us"], row["plain_us"], row["early"]), (row["n"], row["k"], row["m"])
+    times, key = Times(row["us"], row["no_pdl_us"], row["pdl"]), (row["n"], row["k"], row["m"])
     names = {key: row[key] for key in ("peer", "version", "bits", "relative_error")}
     measured = row_of(times, limit, row["m"], row["n"], row["k"], row["bytes"])
-    return names | measured | {"times_float": float_us[where] / times.us if where in float_us else None}
+    return names | measured | {"times_float": float_us[key] / times.us if key in float_us else None}
 
 
 class _Run(NamedTuple):
@@ -140,20 +144,20 @@ class _Run(NamedTuple):
     dtype: torch.dtype
     repeats: int
     layout: str
-    limits: Limits
+    limits: ReadLimits
     cold: bool
     progress: Callable[[str], None]
     kernels: Sequence[str]
 
     def rows(
-        self, name: str, recipe: Recipe | None, n: int, k: int, floats: dict[int, Walk]
+        self, name: str, recipe: Recipe | None, n: int, k: int, floats: dict[int, Sweep]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """(M, its row), or the error in place of the row; the copies of the weight serve every M.
 
-        ``floats``: the float weight's walk by M, which its own rows leave for those of the recipes.
+        ``floats``: the float weight's sweep by M, which its own rows leave for those of the recipes.
 
         The largest M first, and a rest behind them: what computes hard lowers a GPU's clock for some tenths of a second, which
-        every kernel shows that is not bound by the memory alone. Such walks are timed at the clock that they lead to themselves,
+        every kernel shows that is not bound by the memory alone. Such sweeps are timed at the clock that they lead to themselves,
         not at the one that was left to them.
         """
         layers: Sequence[nn.Module] = []
@@ -161,52 +165,72 @@ class _Run(NamedTuple):
         last = 0
         for m in sorted(self.batches, reverse=True):
             self.progress(f"{name} {n}x{k} M={m}")
-            if self.device.type == "cuda" and last > HARD >= m:
-                time.sleep(_REST)
+            if self.device.type == "cuda" and last > CLOCK_BOUND_ROWS >= m:
+                time.sleep(_COOL_DOWN_SECONDS)
             last = m
             try:
                 if not layers:
-                    layers, size, held = _copies(recipe, n, k, self.device, self.dtype, self.layout, self.cold)
+                    layers, size, byte_layout = _copies(recipe, n, k, self.device, self.dtype, self.layout, self.cold)
                 x = torch.randn(m, k, dtype=self.dtype, device=self.device)
                 with strict(*self.kernels) if self.kernels else contextlib.nullcontext():
                     times, limit, float_us = self._timed(layers, x, n == k, size, floats.get(m))
                     if recipe is None:
-                        floats[m] = Walk(layers, x, n == k)
+                        floats[m] = Sweep(layers, x, n == k)
                     with trace_kernels() as trace:
                         layers[0](x)
-                receipt = next(iter(trace.counts), None)
-                ran = ("F.linear", str(self.dtype)) if receipt is None else (receipt.kernel, receipt.contract)
-                found.append((m, {"scheme": name, "kernel": ran[0], "contract": ran[1], "layout": held}, times, limit, float_us))
+                entry = next(iter(trace.counts), None)
+                kernel_and_contract = ("F.linear", str(self.dtype)) if entry is None else (entry.kernel, entry.contract)
+                found.append(
+                    (
+                        m,
+                        {
+                            "scheme": name,
+                            "kernel": kernel_and_contract[0],
+                            "contract": kernel_and_contract[1],
+                            "layout": byte_layout,
+                        },
+                        times,
+                        limit,
+                        float_us,
+                    )
+                )
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 yield m, {"error": " ".join(str(error).split())[:300]}
         layers = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        for m, how, times, limit, float_us in found:
-            row = how | row_of(times, limit or self.limits(size), m, n, k, size)
+        for m, labels, times, limit, float_us in found:
+            row = labels | row_of(times, limit or self.limits(size), m, n, k, size)
             yield m, row if float_us is None else row | {"float_us": float_us}
 
     def _timed(
-        self, layers: Sequence[nn.Module], x: Tensor, chained: bool, size: int, beside: Walk | None
+        self, layers: Sequence[nn.Module], x: Tensor, chained: bool, size: int, baseline: Sweep | None
     ) -> tuple[Times, Times | None, float | None]:
-        """A layer's times, those of the reader where it took turns with the layer (on a CPU), and those of ``beside``."""
+        """A layer's times, those of the reader where it was interleaved with the layer (on a CPU), and those of
+        ``decode_speeds``."""
         if self.device.type != "cpu":
-            own = timed(layers, x, chained=chained, repeats=self.repeats, settled=len(x) > HARD, beside=beside)
-            return own, None, own.beside_us
-        start, turns = time.perf_counter(), []
-        while self._needs_more(len(turns), time.perf_counter() - start):
-            own = timed(layers, x, chained=chained, repeats=_TURN)
-            limit = self.limits.now(size, _TURN)
-            other = own if beside is None else timed(beside.calls, beside.x, chained=beside.chained, repeats=_TURN)
-            turns.append((own.us, limit.us, other.us))
-        us, limit_us, float_us = map(statistics.median, zip(*turns, strict=True))
-        return Times(us, us, None), Times(limit_us, limit_us, None), None if beside is None else float_us
+            times = timed(
+                layers, x, chained=chained, repeats=self.repeats, settle_clock=len(x) > CLOCK_BOUND_ROWS, baseline=baseline
+            )
+            return times, None, times.baseline_us
+        start, rounds = time.perf_counter(), []
+        while self._needs_more(len(rounds), time.perf_counter() - start):
+            times = timed(layers, x, chained=chained, repeats=_SWEEPS_PER_ROUND)
+            limit = self.limits.measured_now(size, _SWEEPS_PER_ROUND)
+            other = (
+                times
+                if baseline is None
+                else timed(baseline.calls, baseline.x, chained=baseline.chained, repeats=_SWEEPS_PER_ROUND)
+            )
+            rounds.append((times.us, limit.us, other.us))
+        us, limit_us, float_us = map(statistics.median, zip(*rounds, strict=True))
+        return Times(us, us, None), Times(limit_us, limit_us, None), None if baseline is None else float_us
 
-    def _needs_more(self, turns: int, seconds: float) -> bool:
-        """As many walks as are asked for; more, but no more than thrice as many, where all that is over in a moment."""
-        if turns == 0:
+    def _needs_more(self, rounds: int, seconds: float) -> bool:
+        """As many sweeps as are asked for; more, but no more than thrice as many, where all that is over in a moment."""
+        if rounds == 0:
             return True
-        return turns < self.repeats and seconds < (_LONG if _TURN * turns < self.repeats else _SHORT)
+        return rounds < self.repeats and seconds < (_MAX_SECONDS if _SWEEPS_PER_ROUND * rounds < self.repeats else _MIN_SECONDS)
 
 
 def _copies(
@@ -217,8 +241,8 @@ def _copies(
         size = n * k * dtype.itemsize
         dense = torch.randn(n, k, dtype=dtype, device=device) * k**-0.5
         return [_Float(dense.clone()) for _ in range(copies_of(size, device, cold))], size, "rows"
-    made = Specimen(recipe, n, k, device, dtype, layout)
-    return made.copies(cold), made.nbytes, made.layer.weight.byte_layout
+    bench_layer = BenchLayer(recipe, n, k, device, dtype, layout)
+    return bench_layer.copies(cold), bench_layer.nbytes, bench_layer.layer.weight.byte_layout
 
 
 class _Float(nn.Module):
@@ -232,39 +256,39 @@ class _Float(nn.Module):
 
 def row_of(times: Times, limit: Times, m: int, n: int, k: int, size: int) -> dict[str, Any]:
     """A figure beside its limit in the same mode; ``plain_``: in a graph without early starts, where there were some."""
-    compared = limit.us if times.early or times.early is None else limit.plain_us
+    compared = limit.us if times.pdl or times.pdl is None else limit.no_pdl_us
     row = {
         "m": m, "n": n, "k": k, "bytes": size,
         "us": times.us,
-        "early": times.early,
+        "pdl": times.pdl,
         "billion_weights_per_second": n * k / times.us / 1e3,
         "limit_us": compared,
         "fraction_of_limit": compared / times.us,
     }  # fmt: skip
-    if times.early is not None:
-        row |= {"plain_us": times.plain_us, "plain_limit_us": limit.plain_us}
-        row |= {"plain_fraction_of_limit": limit.plain_us / times.plain_us}
+    if times.pdl is not None:
+        row |= {"no_pdl_us": times.no_pdl_us, "no_pdl_limit_us": limit.no_pdl_us}
+        row |= {"no_pdl_fraction_of_limit": limit.no_pdl_us / times.no_pdl_us}
     return row
 
 
 def table(figures: dict[str, Any]) -> Table:
     """What :func:`measure` returned, for a terminal."""
-    held = "cold" if figures.get("cold", True) else "warm"
-    made = Table(title=f"{figures['device']}, {figures['dtype']} x, weights {held}", title_justify="left")
+    byte_layout = "cold" if figures.get("cold", True) else "warm"
+    bench_layer = Table(title=f"{figures['device']}, {figures['dtype']} x, weights {byte_layout}", title_justify="left")
     left = ("scheme", "kernel", "layout")
     for name in ("N x K", "M", *left, "us", "billion weights/s", "of the limit", "without early starts", "times F.linear"):
-        made.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+        bench_layer.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for r in figures["rows"]:
         speeds = f"{r['us']:.2f}", f"{r['billion_weights_per_second']:.1f}", f"{r['fraction_of_limit']:.3f}"
-        plain = f"{r['plain_us']:.2f} ({r['plain_fraction_of_limit']:.3f})" if r["early"] else ""
+        plain = f"{r['no_pdl_us']:.2f} ({r['no_pdl_fraction_of_limit']:.3f})" if r["pdl"] else ""
         names = r["scheme"], r["kernel"], r["layout"]
-        made.add_row(f"{r['n']} x {r['k']}", str(r["m"]), *names, *speeds, plain, f"{r['times_float']:.2f}")
+        bench_layer.add_row(f"{r['n']} x {r['k']}", str(r["m"]), *names, *speeds, plain, f"{r['times_float']:.2f}")
     for r in figures.get("peers", ()):
         speeds = f"{r['us']:.2f}", f"{r['billion_weights_per_second']:.1f}", f"{r['fraction_of_limit']:.3f}"
-        plain = f"{r['plain_us']:.2f} ({r['plain_fraction_of_limit']:.3f})" if r["early"] else ""
+        plain = f"{r['no_pdl_us']:.2f} ({r['no_pdl_fraction_of_limit']:.3f})" if r["pdl"] else ""
         ratio = "" if r["times_float"] is None else f"{r['times_float']:.2f}"
-        made.add_row(f"{r['n']} x {r['k']}", str(r["m"]), r["peer"], r["version"], "", *speeds, plain, ratio)
-    return made
+        bench_layer.add_row(f"{r['n']} x {r['k']}", str(r["m"]), r["peer"], r["version"], "", *speeds, plain, ratio)
+    return bench_layer
 
 
 def device_name(device: torch.device) -> str:

@@ -19,11 +19,11 @@ from rich.table import Table
 from torch import nn
 
 from lowbit import QEmbedding, QLinear, fuse_, quantize_
+from lowbit.layer_config import LayerConfig
 from lowbit.recipe import Recipe, Rule, block_counts
-from lowbit.target import Target
 
 from .gemv import device_name
-from .reader import Limits
+from .read_limit import ReadLimits
 from .shapes import SHAPES, random_model
 
 __all__ = ["measure", "table", "with_head"]
@@ -64,12 +64,12 @@ def measure(
         keep: called with the figures so far after each recipe.
     """
     where = torch.device(device)
-    limit = Limits(where, 5)(_READ)
+    limit = ReadLimits(where, 5)(_READ)
     out: dict[str, Any] = {
         "model": model, "device": device_name(where), "prompt": prompt, "context": context, "steps": steps,
         "head": head or "as the recipe says",
         "compiled": compiled and where.type == "cuda" and not plain, "fused": fused, "plain": plain,
-        "bytes_per_second": _READ / min(limit.us, limit.plain_us) * 1e6,
+        "bytes_per_second": _READ / min(limit.us, limit.no_pdl_us) * 1e6,
         "rows": [], "failures": [],
     }  # fmt: skip
     for name in ("float", *recipes):
@@ -108,7 +108,7 @@ def with_head(recipe: Recipe, model: nn.Module, head: str | None) -> Recipe:
     name = next((name for name, module in model.named_modules() if module is found), None)
     if head is None or name is None:
         return recipe
-    return Recipe((Rule(name, Target.of(head)), *recipe.rules), recipe.name, recipe.rewrites)
+    return Recipe((Rule(name, LayerConfig.of(head)), *recipe.rules), recipe.name, recipe.rewrites)
 
 
 def _loaded(model: str, device: torch.device, load: Callable[[str, torch.device], nn.Module] | None) -> nn.Module:
@@ -150,7 +150,7 @@ def _figures(
     with torch.no_grad():  # in inference mode eager layers could not be fused
         reader = _Writer(model, device, prompt)
         if cuda:
-            memory["held_bytes"] = torch.cuda.memory_allocated()
+            memory["resident_bytes"] = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         prefill = statistics.median([reader.prefill(prompt) for _ in range(1 + repeats)][1:])
         if cuda:
@@ -184,12 +184,12 @@ def _written(model: Any, device: torch.device, context: int, steps: int, compile
 def _generated(model: Any, device: torch.device, context: int, steps: int, repeats: int) -> float:
     """Seconds a token of ``model.generate``, from ``context`` tokens on to the last of ``steps``."""
     ids = torch.randint(0, model.config.vocab_size, (1, context), device=device)
-    how = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
 
     def run() -> float:
         _wait(device)
         start = time.perf_counter()
-        model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         _wait(device)
         return (time.perf_counter() - start) / steps
 

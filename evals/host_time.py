@@ -68,7 +68,7 @@ def _row(scheme: str, kernel: str, m: int, layer: nn.Module, x: Tensor) -> dict[
 
 def _operator(layer: QLinear, x: Tensor) -> Callable[[], Tensor]:
     w = layer.weight
-    parts = (w.packed, w.scale, w.zero_point, w.outer, layer.bias, w.spelling, w.byte_layout)
+    parts = (w.packed, w.scale, w.zero_point, w.outer, layer.bias, w.scheme_str, w.byte_layout)
     if layer.activation is None:
         return lambda: torch.ops.lowbit.linear(x, *parts)
     return lambda: torch.ops.lowbit.quantized_linear(x, *parts, str(layer.activation), layer.input_scale)

@@ -134,8 +134,8 @@ def histogram(before: Tensor, after: QTensor, bins: int = BINS) -> dict[str, lis
 def _quantized(model: nn.Module) -> list[Layer]:
     """Layers with a quantized weight, of those that share one the first."""
     layers = [layer for layer in find_layers(model) if isinstance(layer.weight, QTensor)]
-    twins = {i for group in tied_groups(layers) for i in group[1:]}
-    return [layer for i, layer in enumerate(layers) if i not in twins]
+    tied = {i for group in tied_groups(layers) for i in group[1:]}
+    return [layer for i, layer in enumerate(layers) if i not in tied]
 
 
 @torch.no_grad()
@@ -156,12 +156,12 @@ def _grid(weight: QTensor) -> list[float]:
 
 
 def _span(before: Tensor, after: QTensor, grid: list[float]) -> tuple[float, float]:
-    least, most, size = math.inf, -math.inf, 0.0
+    lowest, highest, size = math.inf, -math.inf, 0.0
     for was, now in _blocks(before, after):
-        least, most = min(least, float(was.min()), float(now.min())), max(most, float(was.max()), float(now.max()))
+        lowest, highest = min(lowest, float(was.min()), float(now.min())), max(highest, float(was.max()), float(now.max()))
         size += float(was.abs().sum())
     usual = 5 * size / max(before.numel(), 1)
-    low, high = max(least, min(1.5 * grid[0], -usual)), min(most, max(1.5 * grid[-1], usual))
+    low, high = max(lowest, min(1.5 * grid[0], -usual)), min(highest, max(1.5 * grid[-1], usual))
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     room = abs(low) / 2 or 1.0  # a single number, up to rounding: edges on both sides of it

@@ -1,4 +1,4 @@
-"""What mixed precision is worth, on the model in the box: KL beside the straight line between two schemes of one method.
+"""What mixed precision is worth, on the bundled toy model: KL beside the straight line between two schemes of one method.
 
     python -m lowbit.evals.mixed --out mixed.json
 
@@ -77,10 +77,10 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Measure mixed precision on the model in the box, or on one in a folder.")
+    parser = argparse.ArgumentParser(description="Measure mixed precision on the bundled toy model, or on one in a folder.")
     parser.add_argument("--model", type=Path, default=TOY, help="a folder")
     parser.add_argument("--text", type=Path, default=TOY_TEXT, help="that choices are measured on")
-    parser.add_argument("--calibration", type=Path, help="that layers are measured on; of the model in the box its own texts")
+    parser.add_argument("--calibration", type=Path, help="that layers are measured on; of the bundled toy model its own texts")
     parser.add_argument("--rows", type=int, default=128, help="rows of 512 tokens to calibrate on")
     parser.add_argument("--methods", default=";".join(map(",".join, METHODS)), help="pairs of schemes: int3,int4;gptq(int3),...")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)), help="bits a weight, with commas between")
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     methods = [(small, large) for small, large in (pair.split(",") for pair in options.methods.split(";"))]
     budgets = [float(bits) for bits in options.budgets.split(",")]
     rows = measure(model, data, chunks, methods, budgets, batches=options.batches, compared=options.compared)
-    name = "in the box" if options.model == TOY else options.model.name
+    name = "toy model" if options.model == TOY else options.model.name
     write_result(options.out, {"model": name, "calibration_rows": options.rows, "mixed": rows})
     print(mixed_table([{"model": name, "mixed": rows}]))
 

@@ -1,4 +1,4 @@
-"""What comparing recipes costs beside lm-eval alone: the exam in the box over ten of them.
+"""What comparing recipes costs beside lm-eval alone: the bundled exam over ten of them.
 
     python -m lowbit.evals.overhead --limit 17
 
@@ -33,7 +33,7 @@ RECIPES = (
 
 
 def measure(limit: int, recipes: Sequence[str] = RECIPES, rounds: int = 3) -> dict[str, Any]:
-    """The model in the box and it by each of ``recipes``, ``limit`` questions a subject.
+    """The bundled toy model and it by each of ``recipes``, ``limit`` questions a subject.
 
     Each figure is ``{"cpu", "wall"}`` in seconds, that of the ``rounds`` with the least CPU: ``lm_eval`` asks models that
     are quantized already by lm-eval's own ``evaluate``; ``making`` copies and quantizes them; ``compare`` does all that

@@ -134,10 +134,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """
     if bad := [p for p in p_values if not 0 <= p <= 1]:
         raise ValueError(f"p-values must be between 0 and 1, got {bad[0]}")
-    adjusted, most = [0.0] * len(p_values), 0.0
+    adjusted, largest = [0.0] * len(p_values), 0.0
     for place, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        most = max(most, min(1.0, (len(p_values) - place) * p_values[i]))
-        adjusted[i] = most
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[i]))
+        adjusted[i] = largest
     return adjusted
 
 

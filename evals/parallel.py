@@ -111,7 +111,7 @@ def _training(model: Any, device: torch.device, mesh: Any, length: int, steps: i
         losses.append(loss.item())
         times.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    return {"held_bytes": held, "peak_bytes": peak, "losses": losses, "seconds_per_step": statistics.median(times[1:])}
+    return {"resident_bytes": held, "peak_bytes": peak, "losses": losses, "seconds_per_step": statistics.median(times[1:])}
 
 
 def _wait(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .walks import Times, copies_of, timed
+from .cold_cache import Times, copies_of, timed
 
 __all__ = ["BATCHES", "PEERS", "SHAPES", "Peer", "measure", "peers_on"]
 
@@ -139,8 +139,8 @@ def _bitsandbytes(weight: Tensor) -> tuple[Product, tuple[Tensor, ...]]:
     packed, state = bnb.functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
 
     def product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-        own = bnb.functional.QuantState(scale, state.shape, state.code, state.blocksize, state.quant_type, state.dtype)
-        return bnb.matmul_4bit(x, codes.t(), own)
+        quant_state = bnb.functional.QuantState(scale, state.shape, state.code, state.blocksize, state.quant_type, state.dtype)
+        return bnb.matmul_4bit(x, codes.t(), quant_state)
 
     return product, (packed, state.absmax)
 
@@ -190,7 +190,7 @@ def _row(peer: Peer, m: int, n: int, k: int, device: torch.device, repeats: int,
     off = float((product(x, *parts).float() - truth).norm() / truth.norm())
     size = sum(map(_bytes, parts))
     copies = [tuple(part.clone() for part in parts) for _ in range(copies_of(size, device, cold))]
-    calls = [lambda x, own=own: product(x, *own) for own in copies]
+    calls = [lambda x, parts=parts: product(x, *parts) for parts in copies]
     return timed(calls, x, chained=n == k, repeats=repeats), size, off
 
 
@@ -230,8 +230,8 @@ def measure(
             found, reason = list(rows_of(name, shapes, batches, torch.device(device), repeats, cold)), None
         else:
             grid = ["--shapes", ",".join(f"{n}x{k}" for n, k in shapes), "--batches", ",".join(map(str, batches))]
-            how = ["--device", device, "--repeats", str(repeats), *([] if cold else ["--warm"])]
-            found, reason = _lines([name, *grid, *how], seconds)
+            options = ["--device", device, "--repeats", str(repeats), *([] if cold else ["--warm"])]
+            found, reason = _lines([name, *grid, *options], seconds)
         rows += [{**row, "version": version} for row in found if "error" not in row]
         failures += [row for row in found if "error" in row]
         if reason is not None:
@@ -255,8 +255,8 @@ def _lines(arguments: Sequence[str], seconds: float) -> tuple[list[dict[str, Any
             try:
                 if code := process.wait(timeout=seconds):
                     log.seek(0)
-                    said = (log.read().strip().splitlines() or ["nothing on stderr"])[-1]
-                    reason = f"ended with {code}: {said[:300]}"
+                    stderr_tail = (log.read().strip().splitlines() or ["nothing on stderr"])[-1]
+                    reason = f"ended with {code}: {stderr_tail[:300]}"
             except subprocess.TimeoutExpired:
                 reason = f"not done after {seconds:g} s"
             with contextlib.suppress(ProcessLookupError):

@@ -85,13 +85,13 @@ def context_of(model: nn.Module, context: int | None = None) -> int:
 
     Raises ``ValueError`` where ``context`` is below 2 or beyond the model's limit.
     """
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    max_length = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if context is None:
-        return min(most or 2048, 2048)
+        return min(max_length or 2048, 2048)
     if context < 2:
         raise ValueError(f"context must be at least 2 tokens, got {context}")
-    if most is not None and context > most:
-        raise ValueError(f"context must be at most the model's {most} tokens, got {context}")
+    if max_length is not None and context > max_length:
+        raise ValueError(f"context must be at most the model's {max_length} tokens, got {context}")
     return context
 
 

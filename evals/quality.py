@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import Calibration, QTensor, Recipe, Scheme, quantize_
-from lowbit.recipe import parted
+from lowbit.recipe import split_recipes
 
 from .divergence import Reference, divergence
 from .gemv import device_name
@@ -40,11 +40,11 @@ _METHODS = (
     "rotation(gptq({}))",
 )  # fmt: skip
 _BLOCKS = ("nf4", "mxfp4", "nvfp4")
-_NEAR = ("int5", "int6", "int8", "fp6", "fp8", "mxfp6", "mxfp8", "mxint8")
+_NEAR_LOSSLESS = ("int5", "int6", "int8", "fp6", "fp8", "mxfp6", "mxfp8", "mxint8")
 RECIPES = {
     **{name: tuple(method.format(name) for method in _METHODS) for name in ("int4", "int3", "int2")},
     **{name: tuple(method.format(name) for method in ("{}", "clip({})", "gptq({})", "awq({})")) for name in _BLOCKS},
-    **{name: tuple(method.format(name) for method in ("{}", "clip({})", "gptq({})")) for name in _NEAR},
+    **{name: tuple(method.format(name) for method in ("{}", "clip({})", "gptq({})")) for name in _NEAR_LOSSLESS},
     "w8a8": tuple(method.format("int8_dynamic_activation_int8_weight") for method in ("{}", "smoothquant({})")),
 }
 """Recipes by the scheme under which they stand in the table."""
@@ -100,31 +100,31 @@ class Bench:
             **self.figures(self.model, compare=False),
         }
 
-    def ours(self, scheme: str, recipe: str) -> dict[str, Any]:
+    def lowbit_row(self, scheme: str, recipe: str) -> dict[str, Any]:
         """The figures of the model quantized by ``recipe``."""
         model = copy.deepcopy(self.model)
         plan = quantize_(model, recipe, calibration=self.data if _looks_at_data(recipe) else None)
-        sizes = [math.prod(layer.shape) for layer in plan.changed]
-        bits = sum(layer.bits_per_weight * size for layer, size in zip(plan.changed, sizes, strict=True)) / sum(sizes)
+        sizes = [math.prod(layer.shape) for layer in plan.quantized]
+        bits = sum(layer.bits_per_weight * size for layer, size in zip(plan.quantized, sizes, strict=True)) / sum(sizes)
         row = {"scheme": scheme, "recipe": recipe, "by": "lowbit", "bits_per_weight": bits, "device": self.device}
         return {**row, **self.figures(model)}
 
-    def theirs(self, folder: Path) -> dict[str, Any]:
+    def peer_row(self, folder: Path) -> dict[str, Any]:
         """The figures of what a peer made of the model."""
         from safetensors.torch import load_file
 
-        told = json.loads((folder / "peer.json").read_text(encoding="utf-8"))
-        if told["length"] != self.context:
-            raise ValueError(f"{folder} was calibrated on rows of {told['length']} tokens, not {self.context}: make it anew")
+        peer = json.loads((folder / "peer.json").read_text(encoding="utf-8"))
+        if peer["length"] != self.context:
+            raise ValueError(f"{folder} was calibrated on rows of {peer['length']} tokens, not {self.context}: make it anew")
         model = copy.deepcopy(self.model)
         missing, extra = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
         if extra or set(missing) - {"lm_head.weight"}:
             raise ValueError(f"{folder} holds another model's weights: {', '.join([*missing, *extra])[:200]}")
         inputs = load_file(folder / "inputs.safetensors") if (folder / "inputs.safetensors").exists() else {}
-        if told["int8_inputs"]:
+        if peer["int8_inputs"]:
             _round_inputs(model, inputs)
-        kept = {name: told[name] for name in ("scheme", "bits_per_weight", "rows")}
-        return {**kept, "recipe": told["peer"], "by": told["version"], **self.figures(model)}
+        facts = {name: peer[name] for name in ("scheme", "bits_per_weight", "rows")}
+        return {**facts, "recipe": peer["peer"], "by": peer["version"], **self.figures(model)}
 
     def figures(self, model: nn.Module, compare: bool = True) -> dict[str, Any]:
         """The perplexity of ``model`` and, with ``compare``, its divergence from the float one."""
@@ -158,7 +158,7 @@ def _round_inputs(model: nn.Module, factors: dict[str, Tensor]) -> None:
 def _looks_at_data(recipe: str) -> bool:
     """Whether data could change what comes of it; without, the model need not run."""
     found = Recipe.parse(recipe)
-    rounders = {rule.target.rounder for rule in found.rules if rule.target is not None}
+    rounders = {rule.config.rounder for rule in found.rules if rule.config is not None}
     return bool(found.needs_data or found.rewrites) or "clip" in rounders
 
 
@@ -166,7 +166,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _kept(path: Path, material: dict[str, Any]) -> list[dict[str, Any]]:
+def _earlier_rows(path: Path, material: dict[str, Any]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -203,20 +203,20 @@ def main(arguments: list[str] | None = None) -> None:
     o = parser.parse_args(arguments)
     every = [(scheme, recipe) for scheme, recipes in RECIPES.items() for recipe in recipes]
     if o.recipes is not None:
-        every = [(scheme, recipe) for scheme, _, recipe in (item.partition(":") for item in parted(o.recipes) if item)]
+        every = [(scheme, recipe) for scheme, _, recipe in (item.partition(":") for item in split_recipes(o.recipes) if item)]
     with Bench(o.model, o.text, o.calibration, o.rows, o.chunks, o.compared, o.context, o.device) as bench:
         rows = _measured(bench, o.out, o.peers, every, o.anew)
     print(quality_table([{"material": bench.material, "rows": rows}]))
 
 
 def _measured(
-    bench: Bench, out: Path, peers: Sequence[Path], every: Sequence[tuple[str, str]], anew: bool
+    bench: Bench, out: Path, peers: Sequence[Path], every: Sequence[tuple[str, str]], remeasure: bool
 ) -> list[dict[str, Any]]:
-    """The rows of ``out``, with those that it did not hold, or all that were asked for ``anew``."""
-    rows = {(row["recipe"], row["scheme"]): row for row in _kept(out, bench.material)}
+    """The rows of ``out``, with those that it did not hold, or all that were asked for ``remeasure``."""
+    rows = {(row["recipe"], row["scheme"]): row for row in _earlier_rows(out, bench.material)}
 
     def add(name: tuple[str, str], measure: Callable[[], dict[str, Any]]) -> None:
-        if name in rows and not anew:
+        if name in rows and not remeasure:
             return
         rows[name] = row = measure()
         far = row["divergence"] or {"kl": 0.0}
@@ -225,10 +225,10 @@ def _measured(
 
     add(("float", "float"), bench.float_row)
     for folder in peers:
-        told = json.loads((folder / "peer.json").read_text(encoding="utf-8"))
-        add((told["peer"], told["scheme"]), partial(bench.theirs, folder))
+        peer = json.loads((folder / "peer.json").read_text(encoding="utf-8"))
+        add((peer["peer"], peer["scheme"]), partial(bench.peer_row, folder))
     for scheme, recipe in every:
-        add((recipe, scheme), partial(bench.ours, scheme, recipe))
+        add((recipe, scheme), partial(bench.lowbit_row, scheme, recipe))
     return _sorted(list(rows.values()), list(RECIPES))
 
 

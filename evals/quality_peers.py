@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PEERS", "SCHEMES", "Made", "Peer", "Scheme", "make"]
+__all__ = ["PEERS", "SCHEMES", "PeerResult", "Peer", "Scheme", "make"]
 
 
 class Scheme(NamedTuple):
@@ -37,14 +37,14 @@ class Scheme(NamedTuple):
 SCHEMES = {"int4": Scheme(4, 128), "int3": Scheme(3, 128), "int2": Scheme(2, 64), "w8a8": Scheme(8, -1, activation=True)}
 
 
-class Made(NamedTuple):
+class PeerResult(NamedTuple):
     """What a peer did: bits a weight beside those of the code (scale, zero point) for each group, and factors of inputs."""
 
     bits_a_group: int
     inputs: dict[str, Tensor] | None = None
 
 
-Make = Callable[[nn.Module, Tensor, Scheme], Made]
+Make = Callable[[nn.Module, Tensor, Scheme], PeerResult]
 
 
 class Peer(NamedTuple):
@@ -67,7 +67,7 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 # ---- hqq -------------------------------------------------------------------------------------------------------------
 
 
-def _hqq(model: nn.Module, ids: Tensor, scheme: Scheme) -> Made:
+def _hqq(model: nn.Module, ids: Tensor, scheme: Scheme) -> PeerResult:
     from hqq.core.quantize import Quantizer
 
     for layer in _linears(model).values():
@@ -76,7 +76,7 @@ def _hqq(model: nn.Module, ids: Tensor, scheme: Scheme) -> Made:
         )
         meta["compute_dtype"] = torch.float32
         layer.weight.data = Quantizer.dequantize(codes, meta).reshape(layer.weight.shape)
-    return Made(16 + 16)  # its zero point is a float
+    return PeerResult(16 + 16)  # its zero point is a float
 
 
 # ---- torchao ---------------------------------------------------------------------------------------------------------
@@ -93,17 +93,17 @@ def _intx(scheme: Scheme, symmetric: bool, algorithm: str) -> Any:
     )
 
 
-def _torchao_hqq(model: nn.Module, ids: Tensor, scheme: Scheme) -> Made:
+def _torchao_hqq(model: nn.Module, ids: Tensor, scheme: Scheme) -> PeerResult:
     from torchao.quantization import quantize_
 
     layers = _linears(model)
     quantize_(model, _intx(scheme, True, "hqq_scale_only"), filter_fn=lambda module, name: name in layers)
     for layer in layers.values():
         layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
-    return Made(16)
+    return PeerResult(16)
 
 
-def _torchao_awq(model: nn.Module, ids: Tensor, scheme: Scheme) -> Made:
+def _torchao_awq(model: nn.Module, ids: Tensor, scheme: Scheme) -> PeerResult:
     """Its search over scales, on top of its affine integers; the inputs of a layer are divided by what it finds."""
     from torchao.prototype.awq.core import AWQObserver
     from torchao.quantization import quantize_
@@ -123,10 +123,10 @@ def _torchao_awq(model: nn.Module, ids: Tensor, scheme: Scheme) -> Made:
         made[name] = scaled[0].weight.dequantize() / scales
     for name, layer in layers.items():
         layer.weight.data = made[name]
-    return Made(16 + scheme.bits)
+    return PeerResult(16 + scheme.bits)
 
 
-def _torchao_smoothquant(model: nn.Module, ids: Tensor, scheme: Scheme) -> Made:
+def _torchao_smoothquant(model: nn.Module, ids: Tensor, scheme: Scheme) -> PeerResult:
     from torchao.prototype.smoothquant import SmoothQuantConfig
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
@@ -142,14 +142,14 @@ def _torchao_smoothquant(model: nn.Module, ids: Tensor, scheme: Scheme) -> Made:
         layer = model.get_submodule(name)
         inputs[name] = layer.weight.act_pre_scale.clone()
         layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
-    return Made(16, inputs)
+    return PeerResult(16, inputs)
 
 
 # ---- llm-compressor --------------------------------------------------------------------------------------------------
 
 
 def _llmcompressor(method: str) -> Make:
-    def make(model: nn.Module, ids: Tensor, scheme: Scheme) -> Made:
+    def make(model: nn.Module, ids: Tensor, scheme: Scheme) -> PeerResult:
         from compressed_tensors.quantization.lifecycle.forward import fake_quantize
         from datasets import Dataset
         from llmcompressor import oneshot
@@ -169,7 +169,7 @@ def _llmcompressor(method: str) -> Make:
             found = fake_quantize(layer.weight.data, layer.weight_scale, layer.weight_zero_point, weights)
             layer.weight.data, count = found.float(), count + 1
         assert count
-        return Made(16 if scheme.activation else 16 + scheme.bits)
+        return PeerResult(16 if scheme.activation else 16 + scheme.bits)
 
     return make
 
@@ -254,13 +254,13 @@ def make(name: str, scheme_name: str, folder: Path, text: Path, out: Path, rows:
             safetensors.torch.save_file(plain, target / f"{file}.safetensors")
     weights = [layer.weight for layer in _linears(model).values()]
     groups = sum(w.shape[0] * -(-w.shape[1] // (scheme.group if scheme.group > 0 else w.shape[1])) for w in weights)
-    told = {
+    facts = {
         "peer": name, "version": f"{peer.package} {importlib.metadata.version(peer.package)}", "scheme": scheme_name,
         "bits_per_weight": scheme.bits + made.bits_a_group * groups / sum(w.numel() for w in weights),
         "int8_inputs": scheme.activation, "rows": rows, "length": length, "seconds": seconds,
     }  # fmt: skip
     partial = target / "peer.json.part"
-    partial.write_text(json.dumps(told, indent=1) + "\n")
+    partial.write_text(json.dumps(facts, indent=1) + "\n")
     os.replace(partial, target / "peer.json")
     return target
 

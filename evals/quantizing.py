@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lowbit import Recipe, quantize_
 from lowbit.algorithms import ROUNDERS
-from lowbit.recipe import parted
-from lowbit.replacement import rounded
+from lowbit.recipe import split_recipes
+from lowbit.replacement import round_weight
 from lowbit.rewrites.search import Pool, Reader
 from lowbit.statistics import Statistics
 
@@ -52,12 +52,14 @@ def measure(
     """
     rows = []
     for n, k in shapes:
-        known = _statistics(k, device) if any(_looks_at_data(Recipe.parse(spelled)) for spelled in recipes) else None
-        for spelled in recipes:
-            progress(f"{spelled}, {n} x {k}")
-            taken = [_once(Recipe.parse(spelled), _weight(n, k, seed, device), known) for seed in range(repeats + 1)][1:]
-            found = {name: statistics.median(times[name] for times in taken) for name in taken[0]}
-            rows.append({"recipe": spelled, "n": n, "k": k, **found})
+        layer_statistics = _statistics(k, device) if any(_looks_at_data(Recipe.parse(recipe)) for recipe in recipes) else None
+        for recipe in recipes:
+            progress(f"{recipe}, {n} x {k}")
+            seconds_by_seed = [
+                _once(Recipe.parse(recipe), _weight(n, k, seed, device), layer_statistics) for seed in range(repeats + 1)
+            ][1:]
+            found = {name: statistics.median(times[name] for times in seconds_by_seed) for name in seconds_by_seed[0]}
+            rows.append({"recipe": recipe, "n": n, "k": k, **found})
     return rows
 
 
@@ -72,40 +74,40 @@ def measure_models(
     """
     rows = []
     for name in models:
-        for spelled in recipes:
-            progress(f"{spelled}, {name}")
+        for recipe in recipes:
+            progress(f"{recipe}, {name}")
             model = random_model(name, torch.device(device), torch.bfloat16)
             start = _now(model.lm_head.weight)
-            plan = quantize_(model, {"lm_head": spelled, "model.embed_tokens": spelled, "*": spelled})
+            plan = quantize_(model, {"lm_head": recipe, "model.embed_tokens": recipe, "*": recipe})
             seconds = _now(next(model.buffers())) - start
-            weights = sum(math.prod(layer.shape) for layer in plan.changed)
-            rows.append({"recipe": spelled, "model": name, "weights": weights, "seconds": seconds})
+            weights = sum(math.prod(layer.shape) for layer in plan.quantized)
+            rows.append({"recipe": recipe, "model": name, "weights": weights, "seconds": seconds})
             del model
     return rows
 
 
 def _looks_at_data(recipe: Recipe) -> bool:
-    targets = (rule.target for rule in recipe.rules if rule.target is not None)
-    return bool(recipe.rewrites) or any(ROUNDERS[target.rounder].needs_statistics for target in targets)
+    configs = (rule.config for rule in recipe.rules if rule.config is not None)
+    return bool(recipe.rewrites) or any(ROUNDERS[config.rounder].needs_statistics for config in configs)
 
 
-def _once(recipe: Recipe, weight: Tensor, known: Statistics | None) -> dict[str, float]:
+def _once(recipe: Recipe, weight: Tensor, layer_statistics: Statistics | None) -> dict[str, float]:
     """Seconds of each part for one layer."""
-    target = recipe.rules[0].target
-    assert target is not None
+    config = recipe.rules[0].config
+    assert config is not None
     found = {}
     for rewrite in recipe.rewrites:
-        assert known is not None
+        assert layer_statistics is not None
         options = {name: value for name, value in rewrite.options if name != "insert"}
         start = _now(weight)
-        reader = Reader(weight.float(), target, known, torch.arange(weight.shape[1], device=weight.device))
+        reader = Reader(weight.float(), config, layer_statistics, torch.arange(weight.shape[1], device=weight.device))
         pool = Pool(weight.shape[1], partial(iter, [reader]))
         choice = rewrite.method.run(pool, **options)
         found["rewrite"] = _now(weight) - start
         s = choice.divisor.to(weight.device, torch.float32)
-        weight, known = weight * s, known.scaled(s)
+        weight, layer_statistics = weight * s, layer_statistics.scaled(s)
     start = _now(weight)
-    rounded(weight, target, known)
+    round_weight(weight, config, layer_statistics)
     return {**found, "round": _now(weight) - start}
 
 
@@ -138,13 +140,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in options.shapes.split(",") if shape)]
-    told = partial(print, flush=True)
-    rows = measure(parted(options.recipes), shapes, options.device, options.repeats, told)
+    result = partial(print, flush=True)
+    rows = measure(split_recipes(options.recipes), shapes, options.device, options.repeats, result)
     named = [name for name in options.models.split(",") if name]
-    whole = measure_models(parted(options.model_recipes), named, options.device, told)
+    model_rows = measure_models(split_recipes(options.model_recipes), named, options.device, result)
     if options.out is not None:
-        write_result(options.out, {"device": options.device, "rows": rows, "models": whole})
-    for row in whole:
+        write_result(options.out, {"device": options.device, "rows": rows, "models": model_rows})
+    for row in model_rows:
         print(f"{row['recipe']:64} {row['model']}: {row['weights'] / 1e9:.2f} billion weights in {row['seconds']:.1f} s")
     for row in rows:
         parts = ", ".join(f"{name} {row[name]:.3f} s" for name in ("rewrite", "round") if name in row)

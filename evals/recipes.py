@@ -1,4 +1,4 @@
-"""What each recipe in the box costs the model in the box: the table of recipes.
+"""What each bundled recipe costs the bundled toy model: the table of recipes.
 
     python -m lowbit.evals.recipes --out recipes.json
 
@@ -23,11 +23,11 @@ from .tasks import MMLU
 __all__ = ["FOLDER", "main", "measure", "names", "when"]
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
-"""The recipes in the box: beside this package, in a checkout as in an installation."""
+"""The bundled recipes: beside this package, in a checkout as in an installation."""
 
 
 def names() -> list[str]:
-    """Of all recipes in the box."""
+    """Of all bundled recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -42,7 +42,7 @@ def when(name: str) -> str:
 def measure(
     recipes: Sequence[str], material: Material, rows: int = 128, progress: Callable[[str, int, int], None] | None = None
 ) -> list[dict[str, Any]]:
-    """The model in the box as it is and by each of ``recipes``: a row each, from many bits a weight to few.
+    """The bundled toy model as it is and by each of ``recipes``: a row each, from many bits a weight to few.
 
     Recipes that look at data see ``rows`` rows of :func:`~lowbit.evals.rounders.calibration`.
     """
@@ -61,13 +61,13 @@ def _sorted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _row(outcome: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: outcome[name] for name in ("recipe", "bits_per_weight", "file_bytes", "perplexity")}
+    reused = {name: outcome[name] for name in ("recipe", "bits_per_weight", "file_bytes", "perplexity")}
     exam = {name: outcome["tasks"][MMLU][name] for name in ("n", "value", "difference")}
-    return {**kept, "exam": exam, "when": "" if outcome["recipe"] == "float" else when(outcome["recipe"])}
+    return {**reused, "exam": exam, "when": "" if outcome["recipe"] == "float" else when(outcome["recipe"])}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Measure every recipe in the box on the model in the box.")
+    parser = argparse.ArgumentParser(description="Measure every bundled recipe on the bundled toy model.")
     parser.add_argument("--limit", type=int, help="exam questions a subject at most")
     parser.add_argument("--recipes", help="these, with commas between, beside the rows that the file holds; all anew by default")
     parser.add_argument("--rows", type=int, default=128, help="rows of 512 tokens to calibrate on")
@@ -76,11 +76,11 @@ def main(arguments: list[str] | None = None) -> None:
     asked = options.recipes.split(",") if options.recipes else names()
     rows = measure(asked, Material.read(limit=options.limit), options.rows)
     if options.recipes:
-        kept = json.loads(options.out.read_text(encoding="utf-8"))
-        if kept["limit"] != options.limit:
-            raise SystemExit(f"{options.out} holds figures of --limit {kept['limit']}: give the same")
+        reused = json.loads(options.out.read_text(encoding="utf-8"))
+        if reused["limit"] != options.limit:
+            raise SystemExit(f"{options.out} holds figures of --limit {reused['limit']}: give the same")
         known = {row["recipe"] for row in rows}
-        rows = _sorted([*rows, *(row for row in kept["recipes"] if row["recipe"] not in known and row["recipe"] in names())])
+        rows = _sorted([*rows, *(row for row in reused["recipes"] if row["recipe"] not in known and row["recipe"] in names())])
     write_result(options.out, {"limit": options.limit, "recipes": rows})
     print(recipes_table([{"recipes": rows}]))
 

@@ -1,4 +1,4 @@
-"""What each rounder wins back of what round-to-nearest loses, on the model in the box: the table of rounders.
+"""What each rounder recovers of what round-to-nearest loses, on the bundled toy model: the table of rounders.
 
     python -m lowbit.evals.rounders --out rounders.json
 
@@ -43,7 +43,7 @@ _COMPARED = 30  # chunks of the held-out text on which predictions are compared
 
 
 def calibration(tokenizer: Any, rows: int = 128, length: int = 512) -> Calibration:
-    """``rows`` rows of ``length`` tokens from texts like those that the model in the box was trained on."""
+    """``rows`` rows of ``length`` tokens from texts like those that the bundled toy model was trained on."""
     documents = edition(build(), 0)
     ids = tokenizer(SEPARATOR.join(documents), add_special_tokens=False, verbose=False)["input_ids"]
     cut = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][:rows]
@@ -53,7 +53,7 @@ def calibration(tokenizer: Any, rows: int = 128, length: int = 512) -> Calibrati
 def measure(
     recipes: Sequence[str], material: Material, rows: int = 128, progress: Callable[[str, int, int], None] | None = None
 ) -> list[dict[str, Any]]:
-    """The model in the box as it is and by each of ``recipes``, calibrated on ``rows`` rows: a row each, in this order."""
+    """The bundled toy model as it is and by each of ``recipes``, calibrated on ``rows`` rows: a row each, in this order."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
@@ -64,12 +64,12 @@ def measure(
 
 
 def _row(outcome: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: outcome[name] for name in ("recipe", "bits_per_weight", "perplexity", "divergence")}
-    return {**kept, "exam": {name: outcome["tasks"][MMLU][name] for name in ("n", "value", "difference")}}
+    reused = {name: outcome[name] for name in ("recipe", "bits_per_weight", "perplexity", "divergence")}
+    return {**reused, "exam": {name: outcome["tasks"][MMLU][name] for name in ("n", "value", "difference")}}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Measure every rounder on the model in the box.")
+    parser = argparse.ArgumentParser(description="Measure every rounder on the bundled toy model.")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="with commas between")
     parser.add_argument("--limit", type=int, help="exam questions a subject at most")
     parser.add_argument("--rows", type=int, default=128, help="rows of 512 tokens to calibrate on")
@@ -77,8 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "rounders.json", help="JSON file to write")
     options = parser.parse_args(arguments)
     recipes = [recipe.strip() for recipe in _OUTSIDE_BRACKETS.split(options.recipes)]
-    kept = json.loads(options.out.read_text(encoding="utf-8"))["rounders"] if options.keep else []
-    there = {row["recipe"]: row for row in kept}
+    reused = json.loads(options.out.read_text(encoding="utf-8"))["rounders"] if options.keep else []
+    there = {row["recipe"]: row for row in reused}
     material = Material.read(limit=options.limit, compared=_COMPARED)
     found = measure([recipe for recipe in recipes if recipe not in there], material, options.rows)
     there.update({row["recipe"]: row for row in found})

@@ -29,7 +29,7 @@ DEGREES = 4
 
 
 class Row(NamedTuple):
-    """A scheme by name and spelling, stored bits a weight, and decibels on both kinds of weights."""
+    """A scheme by its two names, stored bits a weight, and decibels on both kinds of weights."""
 
     name: str
     scheme: str

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import QTensor, Recipe, Scheme, quantize_
-from lowbit.target import Target
+from lowbit.layer_config import LayerConfig
 
 from .quality import Bench
 from .results import write_result
@@ -64,14 +64,14 @@ def measure_models(bench: Bench, recipes: Sequence[str] = RECIPES) -> Iterator[d
     """What the model predicts with each recipe, by each of the ``RULES``."""
     for name in recipes:
         (rule,) = Recipe.parse(name).rules
-        assert rule.target is not None
-        figures = {scales: _figures(bench, rule.target.replace(scales=scales)) for scales in RULES}
-        yield {"model": bench.material["model"], "recipe": name, "scheme": str(rule.target.weight), "by": figures}
+        assert rule.config is not None
+        figures = {scales: _figures(bench, rule.config.replace(scales=scales)) for scales in RULES}
+        yield {"model": bench.material["model"], "recipe": name, "scheme": str(rule.config.weight), "by": figures}
 
 
-def _figures(bench: Bench, target: Target) -> dict[str, Any]:
+def _figures(bench: Bench, config: LayerConfig) -> dict[str, Any]:
     model = copy.deepcopy(bench.model)
-    quantize_(model, target)
+    quantize_(model, config)
     return bench.figures(model)
 
 
@@ -99,8 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
         with Bench(folder, o.text, o.text, 1, o.chunks, o.compared, o.context, o.device) as bench:
             weights += measure_weights(folder.name, linear_weights(bench.model, o.every))
             result["device"] = bench.device
-            told = {name: bench.material[name] for name in ("model", "text", "chunks", "compared", "context")}
-            result["materials"].append({**told, "every": o.every, "perplexity": bench.float_row()["perplexity"]})
+            facts = {name: bench.material[name] for name in ("model", "text", "chunks", "compared", "context")}
+            result["materials"].append({**facts, "every": o.every, "perplexity": bench.float_row()["perplexity"]})
             for row in measure_models(bench):
                 result["models"].append(row)
                 print(row["model"], row["recipe"], *(f"{row['by'][rule]['perplexity']:.2f}" for rule in RULES), flush=True)

@@ -71,7 +71,7 @@ def demo_table(results: list[dict[str, Any]]) -> str:
 
 
 def recipes_table(results: list[dict[str, Any]]) -> str:
-    """Recipes in the box, and when to pick each."""
+    """Bundled recipes, and when to pick each."""
     (result,) = results
 
     def row(found: dict[str, Any]) -> tuple[Any, ...]:
@@ -86,7 +86,7 @@ def recipes_table(results: list[dict[str, Any]]) -> str:
 
 
 def rounders_table(results: list[dict[str, Any]]) -> str:
-    """Rounders, and what each leaves of the model in the box."""
+    """Rounders, and what each leaves of the bundled toy model."""
     (result,) = results
 
     def row(found: dict[str, Any]) -> tuple[Any, ...]:
@@ -101,19 +101,21 @@ def rounders_table(results: list[dict[str, Any]]) -> str:
     return _markdown(head, (row(found) for found in result["rounders"]))
 
 
-def further_table(results: list[dict[str, Any]]) -> str:
-    """Answers to many questions, and what of round-to-nearest's loss is won back."""
+def accuracy_recovery_table(results: list[dict[str, Any]]) -> str:
+    """Answers to many questions, and what of round-to-nearest's loss is recovered."""
     (result,) = results
 
     def row(found: dict[str, Any]) -> tuple[Any, ...]:
-        back = "" if found["won_back"] is None else f"{100 * found['won_back']:.0f}"
+        back = "" if found["recovered"] is None else f"{100 * found['recovered']:.0f}"
         return (
             f"`{found['recipe']}`", f"{found['bits_per_weight']:.2f}", f"{100 * found['value']:.1f}",
             _points(found["difference"]), back,
         )  # fmt: skip
 
-    questions = f"{result['further'][0]['n']:,} questions"
-    return _markdown(f"recipe |bits a weight|{questions}, %|difference, points [95 %]|won back, %", map(row, result["further"]))
+    questions = f"{result['accuracy_recovery'][0]['n']:,} questions"
+    return _markdown(
+        f"recipe |bits a weight|{questions}, %|difference, points [95 %]|recovered, %", map(row, result["accuracy_recovery"])
+    )
 
 
 def mixed_table(results: list[dict[str, Any]]) -> str:
@@ -132,14 +134,14 @@ def mixed_table(results: list[dict[str, Any]]) -> str:
 def quality_table(results: list[dict[str, Any]]) -> str:
     """Methods and peers on a real model, scheme by scheme."""
     (result,) = results
-    most = result["material"]["rows"]
+    most_rows = result["material"]["rows"]
 
     def row(found: dict[str, Any]) -> tuple[Any, ...]:
         far = found["divergence"]
         apart = ("", "") if far is None else (_nats(far["kl"]), f"{100 * far['agreement']:.1f}")
-        ours = found["by"] in ("lowbit", "")
-        fewer = f", {found['rows']} rows" if found.get("rows", most) < most else ""
-        name = f"`{found['recipe']}`" if ours else f"{found['recipe']} ({found['by'].split()[-1]}{fewer})"
+        is_lowbit = found["by"] in ("lowbit", "")
+        fewer = f", {found['rows']} rows" if found.get("rows", most_rows) < most_rows else ""
+        name = f"`{found['recipe']}`" if is_lowbit else f"{found['recipe']} ({found['by'].split()[-1]}{fewer})"
         return found["scheme"], name, f"{found['bits_per_weight']:.2f}", f"{found['perplexity']:.2f}", *apart
 
     head = "scheme |method |bits a weight|perplexity|KL, nats|same token, %"
@@ -220,8 +222,8 @@ def speed_table(results: list[dict[str, Any]]) -> str:
     found = [{r["scheme"]: r for r in one["rows"] if (r["n"], r["k"]) == _shape_shown(one) and r["m"] == 1} for one in shown]
 
     def row(scheme: str) -> tuple[Any, ...]:
-        own = [one[scheme] for one in found]
-        return f"`{scheme}`", *(f"{r['times_float']:.1f} ({r['fraction_of_limit']:.2f})" for r in own)
+        row_by_m = [one[scheme] for one in found]
+        return f"`{scheme}`", *(f"{r['times_float']:.1f} ({r['fraction_of_limit']:.2f})" for r in row_by_m)
 
     sizes = (f"{n} x {k}" for n, k in map(_shape_shown, shown))
     head = "scheme |" + "|".join(f"{one['device']}, {size}" for one, size in zip(shown, sizes, strict=True))
@@ -230,24 +232,24 @@ def speed_table(results: list[dict[str, Any]]) -> str:
 
 def _gemv_block(result: dict[str, Any]) -> str:
     n, k = _shape_shown(result)
-    ours = [{**r, "name": f"`{r['scheme']}`", "by": f"`{r['kernel']}`"} for r in result["rows"]]
-    theirs = [{**r, "name": r["peer"], "by": r["version"]} for r in result.get("peers", ())]
-    here = [r for r in (*ours, *theirs) if (r["n"], r["k"]) == (n, k)]
-    batches = [m for m in _SHOWN if any(r["m"] == m for r in here)]
+    lowbit_rows = [{**r, "name": f"`{r['scheme']}`", "by": f"`{r['kernel']}`"} for r in result["rows"]]
+    peer_rows = [{**r, "name": r["peer"], "by": r["version"]} for r in result.get("peers", ())]
+    shown = [r for r in (*lowbit_rows, *peer_rows) if (r["n"], r["k"]) == (n, k)]
+    batches = [m for m in _SHOWN if any(r["m"] == m for r in shown)]
 
     def row(name: str) -> tuple[Any, ...]:
-        own = {r["m"]: r for r in here if r["name"] == name}
-        first = own[min(own)]
-        ratios = (f"{own[m]['times_float']:.2f}" if m in own and own[m]["times_float"] else "" for m in batches)
+        row_by_m = {r["m"]: r for r in shown if r["name"] == name}
+        first = row_by_m[min(row_by_m)]
+        ratios = (f"{row_by_m[m]['times_float']:.2f}" if m in row_by_m and row_by_m[m]["times_float"] else "" for m in batches)
         speed = f"{first['us']:.1f}", f"{first['billion_weights_per_second']:.0f}", f"{first['fraction_of_limit']:.2f}"
         return name, first["by"], *speed, *ratios
 
-    how = "" if result.get("cold", True) else ", weights warm"
-    how += f", {' and '.join(only)} alone" if (only := result.get("kernels")) else ""
-    title = f"{result['device']}, {n} x {k}, {result['dtype']} x{how}, torch {result['versions']['torch']}, {result['date']}:"
+    suffix = "" if result.get("cold", True) else ", weights warm"
+    suffix += f", {' and '.join(only)} alone" if (only := result.get("kernels")) else ""
+    title = f"{result['device']}, {n} x {k}, {result['dtype']} x{suffix}, torch {result['versions']['torch']}, {result['date']}:"
     head = f"scheme |kernel at M = {min(batches)} |us|billion weights/s|of the limit"
     head += "".join(f"|times F.linear, M = {m}" for m in batches)
-    return f"{title}\n\n{_markdown(head, (row(name) for name in dict.fromkeys(r['name'] for r in here)))}"
+    return f"{title}\n\n{_markdown(head, (row(name) for name in dict.fromkeys(r['name'] for r in shown)))}"
 
 
 def generate_table(results: list[dict[str, Any]]) -> str:
@@ -301,9 +303,9 @@ def _triton_block(result: dict[str, Any]) -> str:
     batches = sorted({r["m"] for r in result["rows"]})
 
     def row(n: int, k: int, scheme: str) -> tuple[Any, ...]:
-        own = [found[n, k, scheme, m] for m in batches]
-        first = f"`{own[0]['kernel']}`", f"{own[0]['us']:.1f}", f"{own[0]['fraction_of_limit']:.2f}"
-        return f"{n} x {k}", f"`{scheme}`", *first, *(f"{r['times_float']:.2f}" for r in own)
+        row_by_m = [found[n, k, scheme, m] for m in batches]
+        first = f"`{row_by_m[0]['kernel']}`", f"{row_by_m[0]['us']:.1f}", f"{row_by_m[0]['fraction_of_limit']:.2f}"
+        return f"{n} x {k}", f"`{scheme}`", *first, *(f"{r['times_float']:.2f}" for r in row_by_m)
 
     title = f"{', '.join(result['gpus'])}, Triton alone, torch {result['versions']['torch']}, {result['date']}:"
     head = f"weight |scheme |kernel at M = {batches[0]} |us|of the limit" + "".join(f"|times F.linear, M = {m}" for m in batches)
@@ -330,11 +332,11 @@ def ecosystem_table(results: list[dict[str, Any]]) -> str:
     def row(cell: dict[str, Any]) -> tuple[Any, ...]:
         what, _, refused = cell["what"].rpartition(": ")
         what, refused = (what, refused) if refused == "refused" else (cell["what"], "")
-        said = (
+        outcome = (
             "fails" if cell["failed"] else "not run" if not cell["passed"] else "refused, with the remedy" if refused else "works"
         )
         version = result["packages"][LIBRARIES[cell["library"]]]
-        return f"{cell['library']} {version}", what, said, cell["passed"], cell["skipped"]
+        return f"{cell['library']} {version}", what, outcome, cell["passed"], cell["skipped"]
 
     title = f"{result['date']}, commit {result['commit']}:"
     return f"{title}\n\n{_markdown('with |what |outcome |tests|skipped', map(row, result['cells']))}"
@@ -346,7 +348,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "demo": demo_table,
     "recipes": recipes_table,
     "rounders": rounders_table,
-    "further": further_table,
+    "accuracy_recovery": accuracy_recovery_table,
     "mixed": mixed_table,
     "quality": quality_table,
     "symmetric": symmetric_table,

@@ -184,10 +184,10 @@ def _collect(name: str, items: list[Any], members: dict[str, Any], tasks: dict[s
 
 def _prepare(task: Any, shots: int | None) -> None:
     """What lm-eval's own ``simple_evaluate`` does to a task before it asks."""
-    own = task.get_config("num_fewshot")
-    if shots is not None and own != 0:
+    shots_of_task = task.get_config("num_fewshot")
+    if shots is not None and shots_of_task != 0:
         task.set_config(key="num_fewshot", value=shots)
-    elif own is None:
+    elif shots_of_task is None:
         task.set_config(key="num_fewshot", value=0)
     metrics = list(task.aggregation())
     if not set(metrics) & set(_METRICS):
@@ -375,8 +375,8 @@ class _Reader:
 
     def _wants_examples(self, config: Mapping[str, Any]) -> bool:
         """Whether rows have to be solved before a question, and the task does not bring its own."""
-        own = config.get("num_fewshot")
-        shots = own if self.shots is None or own == 0 else self.shots
+        shots_of_task = config.get("num_fewshot")
+        shots = shots_of_task if self.shots is None or shots_of_task == 0 else self.shots
         return bool(shots) and not (config.get("fewshot_config") or {}).get("samples")
 
     def _file(self, name: str, split: str, asked: bool) -> Path | None:
@@ -426,8 +426,8 @@ def suite_of(questions: Sequence[Question]) -> Suite:
         manager = _mmlu_manager()
         group = Group.from_config(GroupConfig(**dict(manager.task_index[MMLU].cfg)))
         for subject in sorted({question.subject for question in questions}):
-            own = [question for question in questions if question.subject == subject]
-            group.add(_subject_task(manager, subject, {"test": as_rows(own)}))
+            of_subject = [question for question in questions if question.subject == subject]
+            group.add(_subject_task(manager, subject, {"test": as_rows(of_subject)}))
         tasks = {task.task_name: task for task in group.get_all_tasks()}
         for task in tasks.values():
             _prepare(task, None)

@@ -10,13 +10,13 @@ import torch
 from rich.table import Table
 
 from lowbit import NoKernelError, Plan, Scheme, strict
+from lowbit.layer_config import LayerConfig
 from lowbit.recipe import Recipe, Rule
-from lowbit.target import Target
 from lowbit_kernels.triton import blocks, tables
 
+from .bench_layers import BenchLayer
+from .cold_cache import timed
 from .gemv import device_name
-from .specimens import Specimen
-from .walks import timed
 
 __all__ = ["BATCHES", "Problem", "measure", "problems", "table"]
 
@@ -24,7 +24,7 @@ BATCHES = (1, 4, 16, 64)
 _GAIN = 0.98  # a block must be this much quicker than the best so far: less is noise
 # (kernel, row of the registry); of one kernel the first row that takes a call stands for the others.
 _ROWS = (("gemv", "triton_gemv"), ("gemm", "triton_gemm"), ("gemm", "triton_gemm_rounded"))
-_ROWS_OF_EIGHTS = (("eights", "triton_int8_int8"), ("eights", "triton_fp8_e4m3fn_fp8_e4m3fn"))
+_W8A8_ROWS = (("w8a8_gemm", "triton_w8a8_gemm_int8"), ("w8a8_gemm", "triton_w8a8_gemm_fp8_e4m3fn"))
 
 
 class Problem(NamedTuple):
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     @property
     def recipe(self) -> Recipe:
         activation = Scheme.parse(self.activation) if self.activation else None
-        return Recipe((Rule("*", Target(Scheme.parse(self.weight), activation)),), str(self))
+        return Recipe((Rule("*", LayerConfig(Scheme.parse(self.weight), activation)),), str(self))
 
     def __str__(self) -> str:
         return f"{self.weight}{' x ' if self.activation else ''}{self.activation} {self.n}x{self.k}"
@@ -47,11 +47,11 @@ class Problem(NamedTuple):
 def problems(plan: Plan) -> list[Problem]:
     """Those of a model, the largest first: layers whose blocks are kept under one name count once."""
     found: dict[tuple[Any, ...], Problem] = {}
-    for layer in plan.changed:
-        if layer.target is None or layer.kind != "linear":
+    for layer in plan.quantized:
+        if layer.config is None or layer.kind != "linear":
             continue
         n, k = layer.shape
-        weight, activation = layer.target.weight, layer.target.activation
+        weight, activation = layer.config.weight, layer.config.activation
         problem = Problem(str(weight), "" if activation is None else str(activation), n, k)
         found.setdefault((problem.activation, blocks.key("", weight, 1, n, k)), problem)
     return sorted(found.values(), key=lambda one: (-one.n * one.k, one))
@@ -74,8 +74,8 @@ def measure(
     """
     where, begun = torch.device(device), clock()
     todo = [(problem, m) for problem in asked for m in sorted(set(batches))]
-    seconds, rows, kept = minutes * 60, [], {}
-    made: tuple[Problem, Specimen, list[Any]] | None = None
+    seconds, rows, blocks_by_key = minutes * 60, [], {}
+    made: tuple[Problem, BenchLayer, list[Any]] | None = None
     for done, (problem, m) in enumerate(todo):
         left = seconds - (clock() - begun)
         if left <= 0:
@@ -84,7 +84,7 @@ def measure(
             progress(f"{problem} M={m}", done, len(todo))
         if made is None or made[0] != problem:
             made = None  # before more is asked for
-            specimen = Specimen(problem.recipe, problem.n, problem.k, where, layout="canonical")
+            specimen = BenchLayer(problem.recipe, problem.n, problem.k, where, layout="canonical")
             made = problem, specimen, specimen.copies(cold=where.type != "cpu")
         share, known = left / (len(todo) - done), _rows(made[1].layer, m, where)
         for kernel, row in known:
@@ -92,10 +92,10 @@ def measure(
             found = _best(kernel, row, made[1].layer, made[2], m, until, repeats, clock)
             if found is not None:
                 rows.append({**problem._asdict(), "m": m, "row": row, **found})
-                kept[blocks.key(kernel, made[1].layer.scheme, m, problem.n, problem.k)] = found["block"]
+                blocks_by_key[blocks.key(kernel, made[1].layer.scheme, m, problem.n, problem.k)] = found["block"]
     cases = {(r["weight"], r["activation"], r["n"], r["k"], r["m"]) for r in rows}
     return {
-        "device": device_name(where), "holds_for": tables.described(where), "rows": rows, "blocks": kept,
+        "device": device_name(where), "holds_for": tables.described(where), "rows": rows, "blocks": blocks_by_key,
         "finished": len(cases), "asked": len(todo),
     }  # fmt: skip
 
@@ -105,7 +105,7 @@ def _rows(layer: Any, m: int, device: torch.device) -> list[tuple[str, str]]:
     suffix = "_interpreted" if device.type == "cpu" else ""
     x = torch.zeros(m, layer.in_features, dtype=torch.bfloat16, device=device)
     found = []
-    for kernel, name in _ROWS if layer.activation is None else _ROWS_OF_EIGHTS:
+    for kernel, name in _ROWS if layer.activation is None else _W8A8_ROWS:
         try:
             with strict(f"{name}{suffix}"), torch.no_grad():
                 layer(x)
@@ -124,8 +124,8 @@ def _best(
     x = torch.randn(m, layer.in_features, dtype=dtype, device=layer.weight.device)
     first = best = None
     tried, refused = 0, 0
-    most = blocks.shared_memory(layer.weight.device)
-    for candidate in blocks.candidates(kernel, layer.scheme, dtype, m, layer.out_features, layer.in_features, most):
+    shared_bytes = blocks.shared_memory(layer.weight.device)
+    for candidate in blocks.candidates(kernel, layer.scheme, dtype, m, layer.out_features, layer.in_features, shared_bytes):
         if tried and clock() >= until:
             break
         try:

@@ -1,9 +1,9 @@
-"""lowbit: every low-bit number format as one tensor, one call to quantize a model, and a receipt of what it cost.
+"""lowbit: every low-bit number format as one tensor, one call to quantize a model, and a kernel trace of what ran.
 
 Importing it loads neither Triton nor CUDA; each name below is imported when it is first used. It does two things to others:
 torch knows the operators, so that a program which torch.export or AOTInductor wrote loads (``lowbit_kernels.schemas``), and
 transformers' ``from_pretrained`` knows lowbit's models, and accelerate the sizes of their weights, as soon as both are imported,
-in either order (``pretrained.arrival``).
+in either order (``pretrained.import_hooks``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import (
     autocast,  # noqa: F401 - the operators and their rules for it
     pickling,
 )
-from .pretrained import arrival
+from .pretrained import import_hooks
 from .version import __version__
 
 _NAMES = {
@@ -25,19 +25,19 @@ _NAMES = {
     "lowbit.tensor": ("QTensor",),
     "lowbit.linear": ("QLinear",),
     "lowbit.fusion": ("fuse_",),
-    "lowbit.tokens": ("quantized_rms_norm",),
+    "lowbit.fused_norm_quant": ("quantized_rms_norm",),
     "lowbit.embedding": ("QEmbedding",),
-    "lowbit.target": ("Target",),
+    "lowbit.layer_config": ("LayerConfig",),
     "lowbit.recipe": ("Recipe", "Rule"),
     "lowbit.planning": ("explain", "plan"),
     "lowbit.plans": ("Plan",),
     "lowbit.quantize": ("quantize_", "rewrite_"),
     "lowbit.calibration.data": ("Calibration",),
-    "lowbit.diagnosis.examination": ("doctor",),
+    "lowbit.diagnosis.doctor": ("doctor",),
     "lowbit.diagnosis.report": ("Diagnosis",),
-    "lowbit.mixing.trials": ("sensitivity",),
-    "lowbit.mixing.sensitivities": ("Sensitivity",),
-    "lowbit.mixing.allocation": ("allocate",),
+    "lowbit.mixed_precision.trials": ("sensitivity",),
+    "lowbit.mixed_precision.sensitivities": ("Sensitivity",),
+    "lowbit.mixed_precision.allocation": ("allocate",),
     "lowbit.streaming.job": ("quantize_folder",),
     "lowbit.checkpoint": ("CheckpointError", "load", "save"),
     "lowbit.environment": ("env",),
@@ -102,5 +102,5 @@ def _tensor_class() -> Any:
     return QTensor
 
 
-pickling.made_by(_tensor_class)
-arrival.expect()
+pickling.set_tensor_class(_tensor_class)
+import_hooks.install()

@@ -28,11 +28,17 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _rule(operator: Any, device: str) -> Callable[..., Tensor]:
     def product(
-        x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, *how: Any
+        x: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        outer: Tensor | None,
+        bias: Tensor | None,
+        *settings: Any,
     ) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return operator(_cast(x, dtype), packed, scale, zero_point, outer, _cast(bias, dtype), *how)
+            return operator(_cast(x, dtype), packed, scale, zero_point, outer, _cast(bias, dtype), *settings)
 
     return product
 

@@ -1,7 +1,7 @@
 """Values by name of which anyone may add some at any time; what was worked out from them is forgotten when one is added.
 
 Formats, schemes, layouts, epilogues, kernels, rounders and rewrites are such values. A cache of something that follows from them
-is made by :func:`kept`, or forgotten by what :func:`on_change` was given: then it makes no difference whether a value was added
+is made by :func:`cached`, or forgotten by what :func:`on_change` was given: then it makes no difference whether a value was added
 before the first product or between two of them.
 """
 
@@ -13,27 +13,27 @@ from typing import Any, TypeVar
 
 from . import plugins
 
-__all__ = ["Catalog", "changed", "changes", "kept", "on_change"]
+__all__ = ["Catalog", "invalidate_caches", "generation", "cached", "on_change"]
 
 V = TypeVar("V")
 F = TypeVar("F", bound=Callable[[], object])
 R = TypeVar("R")
 
 _forget: list[Callable[[], object]] = []
-_changes = 0
+_generation = 0
 
 
-def changed() -> None:
+def invalidate_caches() -> None:
     """Forget all that was worked out from values by name."""
-    global _changes
-    _changes += 1
+    global _generation
+    _generation += 1
     for forget in _forget:
         forget()
 
 
-def changes() -> int:
+def generation() -> int:
     """How often something was forgotten: what was begun before that is not kept."""
-    return _changes
+    return _generation
 
 
 def on_change(forget: F) -> F:
@@ -42,7 +42,7 @@ def on_change(forget: F) -> F:
     return forget
 
 
-def kept(maxsize: int) -> Callable[[Callable[..., R]], _lru_cache_wrapper[R]]:
+def cached(maxsize: int) -> Callable[[Callable[..., R]], _lru_cache_wrapper[R]]:
     """``functools.lru_cache`` for what follows from values by name."""
 
     def decorate(function: Callable[..., R]) -> _lru_cache_wrapper[R]:
@@ -50,9 +50,9 @@ def kept(maxsize: int) -> Callable[[Callable[..., R]], _lru_cache_wrapper[R]]:
         @wraps(function)
         def found(*args: Any) -> R:
             while True:
-                before = _changes
+                before = _generation
                 result = function(*args)
-                if before == _changes:  # another thread may have added something meanwhile
+                if before == _generation:  # another thread may have added something meanwhile
                     return result
 
         on_change(found.cache_clear)
@@ -64,41 +64,41 @@ def kept(maxsize: int) -> Callable[[Callable[..., R]], _lru_cache_wrapper[R]]:
 class Catalog(dict[str, V]):
     """Values by name. Those that it is made of are the library's own and stay: compiled kernels know some by their names.
 
-    ``what`` names it in messages. ``check(name, value)`` raises for what cannot be added under a name.
+    ``label`` names it in messages. ``check(name, value)`` raises for what cannot be added under a name.
     """
 
-    def __init__(self, what: str, own: Mapping[str, V], check: Callable[[str, V], None]) -> None:
-        for name, value in own.items():
+    def __init__(self, label: str, builtins: Mapping[str, V], check: Callable[[str, V], None]) -> None:
+        for name, value in builtins.items():
             check(name, value)
-        super().__init__(own)
-        self._what, self._own, self._check = what, dict(own), check
+        super().__init__(builtins)
+        self._label, self._builtins, self._check = label, dict(builtins), check
 
-    def knows(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Whether there is a value of this name; plug-ins are loaded before the answer is no."""
         return name in self or (bool(plugins.load()) and name in self)
 
-    def preferred(self) -> list[str]:
+    def ordered_names(self) -> list[str]:
         """All names, those from elsewhere first and in the order of the alphabet: the order of adding counts for nothing."""
-        return [*sorted(name for name in self if name not in self._own), *self._own]
+        return [*sorted(name for name in self if name not in self._builtins), *self._builtins]
 
-    def own(self) -> frozenset[str]:
+    def builtin_names(self) -> frozenset[str]:
         """The names that the library itself has given."""
-        return frozenset(self._own)
+        return frozenset(self._builtins)
 
-    def _keep_own(self, name: str, value: V | None) -> None:
-        if name in self._own and self._own[name] != value:
-            raise ValueError(f"{self._what}[{name!r}] is the library's own and stays: give yours another name")
+    def _refuse_builtin(self, name: str, value: V | None) -> None:
+        if name in self._builtins and self._builtins[name] != value:
+            raise ValueError(f"{self._label}[{name!r}] is the library's own and stays: give yours another name")
 
     def __setitem__(self, name: str, value: V) -> None:
         self._check(name, value)
-        self._keep_own(name, value)
+        self._refuse_builtin(name, value)
         super().__setitem__(name, value)
-        changed()
+        invalidate_caches()
 
     def __delitem__(self, name: str) -> None:
-        self._keep_own(name, None)
+        self._refuse_builtin(name, None)
         super().__delitem__(name)
-        changed()
+        invalidate_caches()
 
     # dict's own do not come by the two above.
 
@@ -115,7 +115,7 @@ class Catalog(dict[str, V]):
 
     def clear(self) -> None:
         """Remove all but the library's own."""
-        for name in [name for name in self if name not in self._own]:
+        for name in [name for name in self if name not in self._builtins]:
             del self[name]
 
     def setdefault(self, name: str, default: Any = None) -> Any:

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from .quantized_module import QuantizedModule
 from .tensor import QTensor
-from .weight import QuantizedModule
 
 __all__ = ["QEmbedding"]
 

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from .tensor import QTensor
 
-__all__ = ["expert_weights", "router_weights", "settle"]
+__all__ = ["expert_weights", "router_weights", "relayout_experts"]
 
 _ROUTERS = ("gate", "router")
 
@@ -43,7 +43,7 @@ def expert_weights(module: nn.Module) -> dict[str, bool]:
     return {}
 
 
-def settle(model: nn.Module) -> None:
+def relayout_experts(model: nn.Module) -> None:
     """Let quantized weights of fused experts in ``model`` lie as products with each of their matrices read them."""
     for module in model.modules():
         for leaf in expert_weights(module):

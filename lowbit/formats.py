@@ -17,10 +17,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .catalog import Catalog, kept
+from .catalog import Catalog, cached
 from .decoding import Decoding, decoding_of
 
-__all__ = ["FORMATS", "Float", "Format", "FormatsThat", "Int", "Table", "format_named"]
+__all__ = ["FORMATS", "Float", "Format", "FormatSet", "Int", "Table", "get_format"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Format:
     decoding: Decoding = field(init=False, repr=False)  # known from the start: a compiler that traces cannot work it out
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"\w+", self.name):  # the name is a part of a scheme's spelling
+        if not re.fullmatch(r"\w+", self.name):  # the name is a part of a scheme's canonical name
             raise ValueError(f"a format's name is made of letters, digits and underscores, got {self.name!r}")
         if len(self.values) not in (2, 4, 8, 16, 32, 64, 128, 256):
             raise ValueError(f"format {self.name!r}: values must hold 2**bits numbers, bits 1..8, got {len(self.values)}")
@@ -131,8 +131,8 @@ class Format:
             x = x.to(torch.float32)
         if self.step is not None and self.nan is None:
             scaled = x if self.step == 1 else x / self.step
-            whole = scaled.round().clamp_(self.min / self.step, self.max / self.step)
-            return whole.to(torch.int16).bitwise_and_((1 << self.bits) - 1).to(torch.uint8)
+            rounded = scaled.round().clamp_(self.min / self.step, self.max / self.step)
+            return rounded.to(torch.int16).bitwise_and_((1 << self.bits) - 1).to(torch.uint8)
         thresholds = _constant(self._thresholds(x.dtype), x.dtype, x.device)
         order = _constant(tuple(code for _, code in self._grid), torch.uint8, x.device)
         codes = order[torch.bucketize(x.contiguous(), thresholds, out_int32=True).clamp_(max=len(self._grid) - 1)]
@@ -204,7 +204,7 @@ def _thresholds(grid: tuple[tuple[float, int], ...], dtype: torch.dtype) -> tupl
 
 
 @lru_cache(maxsize=1024)
-def _kept_constant(values: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _cached_constant(values: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         return torch.tensor(array("d", values).tolist(), dtype=dtype, device=device)
 
@@ -214,7 +214,7 @@ def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
     if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return torch.tensor(values, dtype=dtype, device=device)
     # By their bits: equal tuples may differ in the sign of a zero.
-    return _kept_constant(array("d", values).tobytes(), dtype, device)
+    return _cached_constant(array("d", values).tobytes(), dtype, device)
 
 
 # ---- the three families --------------------------------------------------------------------------------------
@@ -308,14 +308,14 @@ FORMATS: Catalog[Format] = Catalog("FORMATS", {fmt.name: fmt for fmt in _ALL}, _
 """Every named format. Adding one of your own, at any time: ``FORMATS["fp5_e1m3"] = Float("fp5_e1m3", 1, 3)``."""
 
 
-class FormatsThat(Set[str]):
+class FormatSet(Set[str]):
     """The names of the formats that ``predicate`` takes, of those too that are added later."""
 
     def __init__(self, predicate: Callable[[Format], bool]) -> None:
-        self._takes = kept(maxsize=1024)(lambda name: predicate(FORMATS[name]))
+        self._is_member = cached(maxsize=1024)(lambda name: predicate(FORMATS[name]))
 
     def __contains__(self, name: object) -> bool:
-        return name in FORMATS and self._takes(name)
+        return name in FORMATS and self._is_member(name)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in list(FORMATS) if name in self)
@@ -324,9 +324,9 @@ class FormatsThat(Set[str]):
         return sum(1 for _ in self)
 
 
-def format_named(name: str) -> Format:
+def get_format(name: str) -> Format:
     """``FORMATS[name]``, with the nearest names in the error."""
-    if FORMATS.knows(name):
+    if FORMATS.has(name):
         return FORMATS[name]
     import difflib
 

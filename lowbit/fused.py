@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from lowbit_kernels import inlined, registry, shortcut
+from lowbit_kernels import fast_dispatch, inlined, registry
 
 from .linear import QLinear
 from .tensor import QTensor
 from .tensor_ops import row_range
 from .tensor_products import product
 
-__all__ = ["Fused", "Scope"]
+__all__ = ["FusedLinears", "FusionScope"]
 
 _PARTS = ("packed", "scale", "zero_point")
-_FEW = 16  # rows of x: a product of more takes far longer than its launch, and copying each layer's part of it counts
+_MAX_ROWS = 16  # rows of x: a product of more takes far longer than its launch, and copying each layer's part of it counts
 _EAGER = frozenset({"cuda"})  # on a CPU a product has no launch, and takes no longer than what is asked here before another's
 _numbers = itertools.count()
 
@@ -35,8 +35,8 @@ _numbers = itertools.count()
 class _Products:
     """The products of one tensor that its layers have not asked for yet, and what was known when they were computed."""
 
-    def __init__(self, x: Tensor, known: tuple[Any, ...], writes: list[list[int]], parts: dict[int, Tensor]) -> None:
-        self.x, self.known, self.writes, self.parts = x, known, writes, parts
+    def __init__(self, x: Tensor, guard: tuple[Any, ...], writes: list[list[int]], parts: dict[int, Tensor]) -> None:
+        self.x, self.guard, self.writes, self.parts = x, guard, writes, parts
 
 
 class _Call:
@@ -52,20 +52,20 @@ class _Arguments(tuple):
     call: _Call
 
 
-class Scope:
+class FusionScope:
     """A module whose forward calls are watched, for the groups that its layers make."""
 
     def __init__(self) -> None:
-        self.groups: list[Fused] = []
+        self.groups: list[FusedLinears] = []
         self._running = threading.local()  # itself and no class of its own, which torch.compile reads as empty
 
     @staticmethod
-    def of(module: nn.Module) -> Scope:
+    def of(module: nn.Module) -> FusionScope:
         """The scope of ``module``, which its hooks belong to."""
         for hook in module._forward_pre_hooks.values():
-            if isinstance(found := getattr(hook, "__self__", None), Scope):
+            if isinstance(found := getattr(hook, "__self__", None), FusionScope):
                 return found
-        scope = Scope()
+        scope = FusionScope()
         module.register_forward_pre_hook(scope._enter)
         module.register_forward_hook(scope._leave, always_call=True)
         return scope
@@ -73,10 +73,10 @@ class Scope:
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not self.groups:
             return None
-        held = _Arguments(args)
-        held.call = _Call()
-        self._running.call = ref(held.call)  # a call within a call of the same module: the outer one goes on unfused
-        return held
+        arguments = _Arguments(args)
+        arguments.call = _Call()
+        self._running.call = ref(arguments.call)  # a call within a call of the same module: the outer one goes on unfused
+        return arguments
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._running.call = None
@@ -87,42 +87,42 @@ class Scope:
         return None if running is None else running()
 
     def __reduce__(self) -> Any:
-        return Scope, ()  # copies of layers are by themselves, and the hooks of a copied module have nothing to do
+        return FusionScope, ()  # copies of layers are by themselves, and the hooks of a copied module have nothing to do
 
 
 # ---- groups --------------------------------------------------------------------------------------------------------
 
 
-class Fused:
+class FusedLinears:
     """Layers whose weights lie one behind the other, so that ``scope`` can be called with one product for all of them."""
 
-    def __init__(self, layers: list[QLinear], scope: Scope) -> None:
+    def __init__(self, layers: list[QLinear], scope: FusionScope) -> None:
         first, sizes = layers[0], [layer.out_features for layer in layers]
         layout = first.weight.byte_layout if len({layer.weight.byte_layout for layer in layers}) == 1 else "canonical"
-        weights = [layer.weight._arranged(layout) for layer in layers]
+        weights = [layer.weight._to_layout(layout) for layer in layers]
         parts: dict[str, Tensor | None] = {name: _joined([getattr(weight, name) for weight in weights]) for name in _PARTS}
         shape, bias = (sum(sizes), first.in_features), _joined([layer.bias for layer in layers])
-        what = (None, first.scheme, shape, first.weight.dtype, layout)
-        weight = QTensor(parts["packed"], parts["scale"], parts["zero_point"], *what).to_layout(layout)
+        settings = (None, first.scheme, shape, first.weight.dtype, layout)
+        weight = QTensor(parts["packed"], parts["scale"], parts["zero_point"], *settings).to_layout(layout)
         fixed = None if first.input_scale is None else first.input_scale.detach().clone()
-        self._whole = QLinear(weight, bias, first.activation, fixed)
+        self._fused_layer = QLinear(weight, bias, first.activation, fixed)
         self._layers, self._sizes, self._number = [ref(layer) for layer in layers], sizes, next(_numbers)
         start = 0
         for i, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
             # By ``data``, so that a write into one layer's rows does not count as one into those of the others.
-            rows = row_range(self._whole.weight, start, start + size)
-            layer.weight._take(rows._apply_to_parts(lambda part: part.data))
-            layer.weight.keeps_layout = True
+            rows = row_range(self._fused_layer.weight, start, start + size)
+            layer.weight._become(rows._apply_to_parts(lambda part: part.data))
+            layer.weight.pins_layout = True
             if bias is not None:
                 layer.bias.data = bias.data[start : start + size]  # the same parameter: whoever trains it goes on
             layer.fused, layer._place = self, i
             start += size
-        self._held = [(layer.weight, layer.bias, layer.input_scale) for layer in layers]
-        self._read = [_read_by(*held) for held in self._held]
+        self._parts_read = [(layer.weight, layer.bias, layer.input_scale) for layer in layers]
+        self._read = [_read_by(*parts_read) for parts_read in self._parts_read]
         self._fixed = [_fixed_by(layer.bias, layer.input_scale) for layer in layers]
         leave = WeakMethod(self._leave)
         for layer in layers:
-            layer.weight._exchanged = leave
+            layer.weight._on_parts_changed = leave
         self._scope = scope
         scope.groups.append(self)
 
@@ -133,13 +133,13 @@ class Fused:
         place, products = layer._place, call.products.get(self._number)
         if products is not None and products.x is not x:
             return None
-        known = self._known_to_compiler(layer, x) if is_dynamo_compiling() else self._known(layer, x)
-        if known is None:
+        guard = self._compile_guard(layer, x) if is_dynamo_compiling() else self._guard(layer, x)
+        if guard is None:
             return None
         if products is None:
             writes = [self._writes(i) for i in range(len(self._read))]
-            products = call.products[self._number] = _Products(x, known, writes, dict(enumerate(self._multiply(x))))
-        elif products.known != known or products.writes[place] != self._writes(place):
+            products = call.products[self._number] = _Products(x, guard, writes, dict(enumerate(self._multiply(x))))
+        elif products.guard != guard or products.writes[place] != self._writes(place):
             return None
         y = products.parts.pop(place, None)
         if not products.parts:
@@ -148,12 +148,12 @@ class Fused:
 
     def _multiply(self, x: Tensor) -> list[Tensor]:
         """The product of each layer, as a tensor of its own that lies together, as a layer's does."""
-        whole, biases = self._whole, [bias for _, bias, _ in self._held if bias is not None]
+        fused_layer, biases = self._fused_layer, [bias for _, bias, _ in self._parts_read if bias is not None]
         if biases and is_dynamo_compiling():  # a graph has to read the biases themselves: their ``data`` may be exchanged
             bias = torch.cat([bias.detach() for bias in biases])
-            y = product(x, whole.weight, bias, whole._rounds)
+            y = product(x, fused_layer.weight, bias, fused_layer._input_quant)
         else:
-            y = whole.forward(x)
+            y = fused_layer.forward(x)
         return [part.contiguous() for part in torch.unsafe_split_with_sizes(y, self._sizes, -1)]
 
     def leave(self, layer: QLinear) -> None:
@@ -165,10 +165,10 @@ class Fused:
         """Each layer is by itself again; its rows stay where they are."""
         if self in self._scope.groups:
             self._scope.groups.remove(self)
-        for layer in filter(None, (held() for held in self._layers)):
+        for layer in filter(None, (reference() for reference in self._layers)):
             layer.fused = None
-        for weight, *_ in self._held:
-            weight.keeps_layout, weight._exchanged = False, None
+        for weight, *_ in self._parts_read:
+            weight.pins_layout, weight._on_parts_changed = False, None
 
     # ---- what is known ---------------------------------------------------------------------------------------------
 
@@ -176,31 +176,31 @@ class Fused:
         """How often the weight and bias of a layer were written to. Compilers know it of all layers together."""
         return [] if is_dynamo_compiling() else [tensor._version for tensor in self._read[place]]
 
-    def _known(self, layer: QLinear, x: Tensor) -> tuple[Any, ...] | None:
+    def _guard(self, layer: QLinear, x: Tensor) -> tuple[Any, ...] | None:
         """What the products of ``x`` depend on and may change between two layers' calls, if ``layer`` is as it was when it was
         fused. None where it is not, or where something has to see each layer's product."""
         if x.device.type not in _EAGER:
             return None
-        place, (weight, bias, scale) = layer._place, _held_by(layer)
-        its_weight, its_bias, its_scale = self._held[place]
+        place, (weight, bias, scale) = layer._place, _parts_read_by(layer)
+        its_weight, its_bias, its_scale = self._parts_read[place]
         if weight is not its_weight or bias is not its_bias or scale is not its_scale:
             return None  # somebody wrote into the module's parameters past it, for a while or for ever
         if (bias is not None or scale is not None) and _fixed_by(bias, scale) != self._fixed[place]:
             return None
-        known: tuple[Any, ...] = inlined.active(), torch.is_inference_mode_enabled(), registry.watched.get(), x.shape
+        guard: tuple[Any, ...] = inlined.active(), torch.is_inference_mode_enabled(), registry.observed.get(), x.shape
         for part in _parts(x):
-            if not shortcut.is_plain(part, weight._trains, bias) or (numbers := _numbers_of(part)) is None:
+            if not fast_dispatch.is_plain(part, weight._trains, bias) or (numbers := _numbers_of(part)) is None:
                 return None
-            known += numbers
+            guard += numbers
         k = layer.in_features
-        return known if x.shape[-1:] == (k,) and x.numel() <= _FEW * k else None
+        return guard if x.shape[-1:] == (k,) and x.numel() <= _MAX_ROWS * k else None
 
-    def _known_to_compiler(self, layer: QLinear, x: Tensor) -> tuple[Any, ...] | None:
-        """:meth:`_known`, while torch.compile traces: what differs there is decided once, and is no part of the graph, which no
+    def _compile_guard(self, layer: QLinear, x: Tensor) -> tuple[Any, ...] | None:
+        """:meth:`_guard`, while torch.compile traces: what differs there is decided once, and is no part of the graph, which no
         change of a fixed ``input_scale`` would reach."""
         if layer.input_scale is not None or (isinstance(x, QTensor) and layer.bias is not None):
             return None
-        for now, then in zip(_held_by(layer), self._held[layer._place], strict=True):
+        for now, then in zip(_parts_read_by(layer), self._parts_read[layer._place], strict=True):
             if now is not then:
                 return None
         read = _parts(x)
@@ -215,8 +215,8 @@ class Fused:
                 return None
         if torch.is_autocast_enabled(x.device.type):
             return None
-        for held in self._held:
-            read.extend(_read_by(*held))
+        for parts_read in self._parts_read:
+            read.extend(_read_by(*parts_read))
         return tuple(torch.ops.lowbit.versions(read).shape), torch.is_grad_enabled(), inlined.active()
 
 
@@ -226,7 +226,7 @@ def _joined(parts: list[Any]) -> nn.Parameter | None:
     return nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)
 
 
-def _held_by(layer: QLinear) -> tuple[Any, Any, Any]:
+def _parts_read_by(layer: QLinear) -> tuple[Any, Any, Any]:
     """What a product of ``layer`` reads beside x."""
     return layer._parameters.get("weight"), layer._parameters.get("bias"), layer._buffers.get("input_scale")
 
@@ -253,7 +253,7 @@ def _numbers_of(x: Tensor) -> tuple[Any, ...] | None:
     in a stream or a captured graph. None where nothing tells: tensors of inference mode have no version."""
     if x.is_inference() or x.layout is not torch.strided:
         return None
-    known = x.data_ptr(), x.stride(), x.dtype, x._version  # another tensor may be put into ``x.data``
+    guard = x.data_ptr(), x.stride(), x.dtype, x._version  # another tensor may be put into ``x.data``
     if not x.is_cuda:
-        return known
-    return *known, torch._C._cuda_getCurrentRawStream(x.device.index), torch._C._cuda_isCurrentStreamCapturing()
+        return guard
+    return *guard, torch._C._cuda_getCurrentRawStream(x.device.index), torch._C._cuda_isCurrentStreamCapturing()

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from lowbit_kernels.layouts import LAYOUTS
 
-from .ambient import isolated
 from .decoder import fuse_decoders_
-from .fused import Fused, Scope
+from .fused import FusedLinears, FusionScope
 from .linear import QLinear
 from .tensor import QTensor
+from .torch_state import isolated
 
 __all__ = ["fuse_"]
 
@@ -60,7 +60,7 @@ def fuse_(model: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
     found = []
     for layers, calls in _groups(readings):
         if (scope := _innermost(calls)) is not None:
-            Fused(layers, Scope.of(scope))
+            FusedLinears(layers, FusionScope.of(scope))
             found.append(tuple(names[layer] for layer in layers))
     fuse_decoders_(model)
     return found
@@ -135,5 +135,5 @@ def _may_be_fused(layer: QLinear) -> bool:
 def _kind(layer: QLinear) -> tuple[Any, ...]:
     static = None if layer.input_scale is None else float(layer.input_scale)
     weight = layer.weight
-    what = weight.spelling, layer.in_features, weight.dtype, weight.device
-    return *what, None if layer.bias is None else layer.bias.dtype, str(layer.activation), static
+    key = weight.scheme_str, layer.in_features, weight.dtype, weight.device
+    return *key, None if layer.bias is None else layer.bias.dtype, str(layer.activation), static

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import Format, format_named
+from .formats import Format, get_format
 from .scheme import PLAIN_SCALES, Scheme
 
 __all__ = ["Scales", "decode", "divisor", "encode", "grouped", "rounded", "scale_values", "to_codes", "to_values"]
@@ -45,7 +45,7 @@ def scale_values(scheme: Scheme, scales: Scales, dtype: torch.dtype = torch.floa
     if scheme.scale in PLAIN_SCALES:
         value = scales.scale.to(torch.float32)
     else:
-        value = format_named(scheme.scale).decode(scales.scale)
+        value = get_format(scheme.scale).decode(scales.scale)
     if scales.outer is not None:
         value = value * scales.outer[..., None, None]
     return value.to(dtype)

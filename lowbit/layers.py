@@ -12,19 +12,19 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .adapters import adapters
-from .equivalence import computes
+from .equivalence import computes_standard
 from .experts import expert_weights, router_weights
-from .extras import held_elsewhere, lost, quantized_names
-from .inserted import Inserted, PreparedLinear, RMSNorm
-from .placement.hooks import ATTRIBUTES, execution_device, is_hooked, kept_in_memory, offloaded
+from .module_attributes import external_references, lost_attributes, quantized_names
+from .placement.hooks import ATTRIBUTES, execution_device, is_hooked, offloaded, offloaded_in_memory
+from .quantized_module import QuantizedModule
 from .tensor import QTensor
-from .weight import QuantizedModule
+from .transforms import RMSNorm, Transform, TransformedLinear
 
 __all__ = [
     "MODULES",
     "Layer",
     "find_layers",
-    "has_own_forward",
+    "has_custom_forward",
     "layer_kind",
     "replace_module",
     "replacement_loses",
@@ -53,19 +53,19 @@ MODULES = _Modules()
 class Layer:
     """A module with a weight [N, K] that could be quantized, under every name that it has in the model.
 
-    ``obstacle`` says why it cannot be; ``kept`` what it is where rules for everything leave it: an embedding, a head, a router,
-    one that transformers keeps. The weight of fused experts is of kind ``"experts"`` and [E, N, K]. Weights that no such module
-    holds (convolutions, states) are of kind ``"parameter"``: those that ``stays`` says something of stay, unless a pattern
-    :meth:`~lowbit.recipe.Rule.names` them. ``transposed``: the module has it the other way round.
+    ``unsupported_reason`` says why it cannot be; ``excluded_as`` what it is where rules for everything leave it: an embedding, a
+    head, a router, one that transformers keeps. The weight of fused experts is of kind ``"experts"`` and [E, N, K]. Weights that
+    no such module holds (convolutions, states) are of kind ``"parameter"``: those that ``name_only_reason`` says something of
+    stay, unless a pattern :meth:`~lowbit.recipe.Rule.names` them. ``transposed``: the module has it the other way round.
     """
 
     names: tuple[str, ...]
     module: nn.Module
     kind: str
-    obstacle: str | None
-    kept: str = ""
+    unsupported_reason: str | None
+    excluded_as: str = ""
     attribute: str = "weight"
-    stays: str = ""
+    name_only_reason: str = ""
     transposed: bool = False
 
     @property
@@ -109,8 +109,8 @@ class Layer:
     def identity(self) -> int:
         """What is equal for layers that read one weight."""
         parameter = self.module._parameters.get(self.attribute)
-        kept = kept_in_memory(self.module, self.attribute) if parameter is not None and parameter.is_meta else None
-        return id(parameter) if kept is None or not kept.numel() else kept.data_ptr()
+        stored = offloaded_in_memory(self.module, self.attribute) if parameter is not None and parameter.is_meta else None
+        return id(parameter) if stored is None or not stored.numel() else stored.data_ptr()
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -118,7 +118,12 @@ def find_layers(model: nn.Module) -> list[Layer]:
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    kept, held, added, routers = _kept(model), held_elsewhere(model), adapters(model), router_weights(model)
+    exclusions, external, added, routers = (
+        _default_exclusions(model),
+        external_references(model),
+        adapters(model),
+        router_weights(model),
+    )
     layers: list[Layer] = []
     for module, found in names.items():
         kind = layer_kind(module)
@@ -127,9 +132,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
         else:
             named = "the head" if kind == "linear" and found[0].rpartition(".")[2] in _HEAD_NAMES else ""
             named = named or routers.get((module, "weight"), "")
-            what = "an embedding" if kind == "embedding" else kept.get(module, named)
-            obstacle = ADAPTER if module in added else _obstacle(module, kind, found[0]) or held.get(module)
-            layers.append(Layer(tuple(found), module, kind, obstacle, what, transposed=kind == "conv1d"))
+            reason = "an embedding" if kind == "embedding" else exclusions.get(module, named)
+            unsupported_reason = (
+                ADAPTER if module in added else _unsupported_reason(module, kind, found[0]) or external.get(module)
+            )
+            layers.append(Layer(tuple(found), module, kind, unsupported_reason, reason, transposed=kind == "conv1d"))
             layers += _other_weights(module, found, module in added, routers)
     return layers
 
@@ -146,22 +153,24 @@ def _other_weights(
             continue
         if is_layer and leaf == "weight":
             continue
-        obstacle, stays = _parameter_obstacle(parameter), ""
+        unsupported_reason, name_only_reason = _parameter_unsupported_reason(parameter), ""
         if is_adapter:
-            obstacle = ADAPTER
+            unsupported_reason = ADAPTER
         elif is_layer:
-            obstacle = f"a parameter of {type(module).__name__} beside its weight"
+            unsupported_reason = f"a parameter of {type(module).__name__} beside its weight"
         elif leaf not in experts:
-            what = f"a parameter of {type(module).__name__}, which is no linear layer, Conv1D or embedding"
-            stays = routers.get((module, leaf), what)
-            if obstacle is not None and not isinstance(parameter, QTensor):
-                obstacle = f"{what}: {obstacle}"
+            reason = f"a parameter of {type(module).__name__}, which is no linear layer, Conv1D or embedding"
+            name_only_reason = routers.get((module, leaf), reason)
+            if unsupported_reason is not None and not isinstance(parameter, QTensor):
+                unsupported_reason = f"{reason}: {unsupported_reason}"
         found = tuple(f"{name}.{leaf}".lstrip(".") for name in names)
-        kind, turned = "experts" if leaf in experts else "parameter", experts.get(leaf, False)
-        yield Layer(found, module, kind, obstacle, attribute=leaf, stays=stays, transposed=turned)
+        kind, is_transposed = "experts" if leaf in experts else "parameter", experts.get(leaf, False)
+        yield Layer(
+            found, module, kind, unsupported_reason, attribute=leaf, name_only_reason=name_only_reason, transposed=is_transposed
+        )
 
 
-def _parameter_obstacle(parameter: Tensor) -> str | None:
+def _parameter_unsupported_reason(parameter: Tensor) -> str | None:
     if isinstance(parameter, QTensor):
         return f"quantized already ({parameter.scheme})"
     if type(parameter) is not nn.Parameter or parameter.dtype.itemsize < 2:
@@ -196,35 +205,35 @@ def layer_kind(module: nn.Module) -> str | None:
     return "conv1d" if conv1d is not None and isinstance(module, conv1d) else None
 
 
-def has_own_forward(module: nn.Module) -> bool:
+def has_custom_forward(module: nn.Module) -> bool:
     """Whether the layer ``module`` (:func:`layer_kind`) computes something other than layers of its kind do."""
     kind = layer_kind(module)
     assert kind is not None
     if type(module).forward is _base(kind).forward or type(module) in MODULES:
         return False
-    return isinstance(module, (QuantizedModule, PreparedLinear)) or not computes(module, kind)
+    return isinstance(module, (QuantizedModule, TransformedLinear)) or not computes_standard(module, kind)
 
 
 def replacement_loses(module: nn.Module, hook: Collection[str] = ()) -> str | None:
     """What the layer ``module`` is or has that a quantized one in its place would not; or a norm, and an
-    :class:`~lowbit.inserted.RMSNorm`; or an inserted module, and another of its kind. None where that is nothing.
+    :class:`~lowbit.transforms.RMSNorm`; or an inserted module, and another of its kind. None where that is nothing.
 
     ``hook``: the attributes of a hook that is handed on.
     """
     kind = layer_kind(module)
-    if isinstance(module, Inserted) and kind is None:
-        return lost(module, {*module._parameters, *module._buffers, *module._modules}, ())
+    if isinstance(module, Transform) and kind is None:
+        return lost_attributes(module, {*module._parameters, *module._buffers, *module._modules}, ())
     if kind is None:
-        return lost(module, module._parameters, set(dir(RMSNorm(0.0))) - {"eps"})
+        return lost_attributes(module, module._parameters, set(dir(RMSNorm(0.0))) - {"eps"})
     known, base = {"weight"} if kind == "embedding" else {"weight", "bias"}, _base(kind)
-    taken = quantized_names(kind == "embedding")
-    if isinstance(module, PreparedLinear):
-        return lost(module, known | {"transform"}, taken, same=("bias", "transform"))
+    reserved = quantized_names(kind == "embedding")
+    if isinstance(module, TransformedLinear):
+        return lost_attributes(module, known | {"transform"}, reserved, same=("bias", "transform"))
     if isinstance(module, QuantizedModule):
-        return lost(module, taken, ())
-    if has_own_forward(module):
+        return lost_attributes(module, reserved, ())
+    if has_custom_forward(module):
         return f"{type(module).__name__} computes something of its own"
-    return lost(module, known, taken, None if type(module) in MODULES else base, same=("bias",), hook=hook)
+    return lost_attributes(module, known, reserved, None if type(module) in MODULES else base, same=("bias",), hook=hook)
 
 
 def _base(kind: str) -> type[nn.Module]:
@@ -233,19 +242,19 @@ def _base(kind: str) -> type[nn.Module]:
     return base
 
 
-def _kept(model: nn.Module) -> dict[nn.Module, str]:
+def _default_exclusions(model: nn.Module) -> dict[nn.Module, str]:
     """The modules that rules for everything leave beside embeddings, and what each is."""
     home = sys.modules.get("transformers.modeling_utils")
     if home is not None and any(isinstance(module, home.PreTrainedModel) for module in model.modules()):
-        from .pretrained.kept import kept_layers
+        from .pretrained.default_exclusions import default_exclusions
 
-        return kept_layers(model)
+        return default_exclusions(model)
     getter = getattr(model, "get_output_embeddings", None)
     head = None if getter is None else getter()
     return {} if head is None else {head: "the head"}
 
 
-def _obstacle(module: nn.Module, kind: str, name: str) -> str | None:
+def _unsupported_reason(module: nn.Module, kind: str, name: str) -> str | None:
     if isinstance(module, QuantizedModule):
         return f"quantized already ({module.scheme})"
     if name == "":

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from .quantized_module import QuantizedModule, local_tensor
 from .scales import rounded_tokens
 from .scheme import Scheme
 from .tensor import QTensor
 from .tensor_products import Activation, product
 from .tensor_shards import sharded_product
-from .weight import QuantizedModule, local
 
 if TYPE_CHECKING:
-    from .fused import Fused
+    from .fused import FusedLinears
 
 __all__ = ["QLinear"]
 
@@ -35,9 +35,9 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     if TYPE_CHECKING:  # alone: torch.jit.trace would read these, and knows no such types
         transform: nn.Module | None
         input_scale: Tensor | None
-    fused: Fused | None = None
+    fused: FusedLinears | None = None
     _place = 0
-    _rounds: Activation | None = None
+    _input_quant: Activation | None = None
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         except KeyError:  # a parametrization took one of them
             weight, bias, input_scale = self.weight, self.bias, self.input_scale
         if not isinstance(weight, QTensor):  # shards, or floats of somebody who swaps parameters
-            if isinstance(local(weight), QTensor):
-                return sharded_product(x, weight, bias, self._rounds, input_scale)
+            if isinstance(local_tensor(weight), QTensor):
+                return sharded_product(x, weight, bias, self._input_quant, input_scale)
             return F.linear(x if self.activation is None else self._rounded(x), weight, bias)
-        return product(x, weight, bias, self._rounds, input_scale)
+        return product(x, weight, bias, self._input_quant, input_scale)
 
     def _rounded(self, x: Tensor) -> Tensor:
         """``x`` as products with a QTensor weight see it."""
@@ -92,23 +92,31 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
 
     def _of_codes(self, x: QTensor) -> Tensor:
         """The product of tokens that were rounded before."""
-        if x.spelling != str(self.activation) or self.transform is not None or self.input_scale is not None:
-            takes = f"activation {self.activation}" if x.spelling != str(self.activation) else "a fixed input_scale"
-            takes = "a transform ahead of it" if self.transform is not None else takes
-            raise ValueError(f"this layer has {takes}, and x is rounded to {x.spelling} already: give it x.dequantize()")
+        if x.scheme_str != str(self.activation) or self.transform is not None or self.input_scale is not None:
+            expected = f"activation {self.activation}" if x.scheme_str != str(self.activation) else "a fixed input_scale"
+            expected = "a transform ahead of it" if self.transform is not None else expected
+            raise ValueError(f"this layer has {expected}, and x is rounded to {x.scheme_str} already: give it x.dequantize()")
         if x.shape[-1:] != (self.in_features,) or x.transposed:
             raise ValueError(f"x must end in {self.in_features} features, got shape {tuple(x.shape)}")
         x, weight = x.canonical(), self.weight
         parts = (weight.packed, weight.scale, weight.zero_point, weight.outer)
         return torch.ops.lowbit.codes_linear(
-            x.packed, x.scale, *parts, self.bias, weight.spelling, weight.byte_layout, str(self.activation), x.shape[-1], x.dtype
+            x.packed,
+            x.scale,
+            *parts,
+            self.bias,
+            weight.scheme_str,
+            weight.byte_layout,
+            str(self.activation),
+            x.shape[-1],
+            x.dtype,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.fused is not None and name in _OF_FUSED:
             self.fused.leave(self)
         if name == "activation":
-            self._rounds = None if value is None else Activation(value, str(value))
+            self._input_quant = None if value is None else Activation(value, str(value))
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -127,8 +135,8 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "fused" in state:  # a copy is a layer by itself
-            self.weight.keeps_layout = False
-            self._settle()
+            self.weight.pins_layout = False
+            self._relayout()
 
     def extra_repr(self) -> str:
         activation = "" if self.activation is None else f", activation={self.activation}"

@@ -5,49 +5,49 @@ from __future__ import annotations
 
 from typing import Any
 
+from .layer_config import LayerConfig
 from .recipe import Recipe, RecipeLike
-from .target import Target
 
 __all__ = ["awq", "clip", "gptq", "hqq", "rotation", "smoothquant"]
 
 
-def gptq(what: RecipeLike, **options: Any) -> Target | Recipe:
-    """``what`` rounded by GPTQ (Frantar et al. 2022): each column's error is made up for by the columns behind it, on
+def gptq(recipe: RecipeLike, **options: Any) -> LayerConfig | Recipe:
+    """``recipe`` rounded by GPTQ (Frantar et al. 2022): each column's error is made up for by the columns behind it, on
     calibration data.
 
     Args:
-        what: a target, a scheme or the name of one (gives a :class:`~lowbit.Target`), or anything else that
+        recipe: a layer config, a scheme or the name of one (gives a :class:`~lowbit.LayerConfig`), or anything else that
             :func:`lowbit.quantize_` takes (gives a :class:`~lowbit.Recipe` in which every rule is rounded so).
         options: of the rounder, as ``lowbit.algorithms.ROUNDERS["gptq"].options`` lists them.
 
     Raises ``ValueError`` for an option that it does not have.
     """
-    return _rounded_by("gptq", what, options)
+    return _rounded_by("gptq", recipe, options)
 
 
-def hqq(what: RecipeLike, **options: Any) -> Target | Recipe:
-    """``what`` rounded by half-quadratic quantization (Badri and Shaji 2023), which looks at no data; arguments as those of
+def hqq(recipe: RecipeLike, **options: Any) -> LayerConfig | Recipe:
+    """``recipe`` rounded by half-quadratic quantization (Badri and Shaji 2023), which looks at no data; arguments as those of
     :func:`gptq`."""
-    return _rounded_by("hqq", what, options)
+    return _rounded_by("hqq", recipe, options)
 
 
-def clip(what: RecipeLike, **options: Any) -> Target | Recipe:
-    """``what`` rounded to nearest within ranges that are searched for the least squared error, that of the outputs where
+def clip(recipe: RecipeLike, **options: Any) -> LayerConfig | Recipe:
+    """``recipe`` rounded to nearest within ranges that are searched for the least squared error, that of the outputs where
     there is calibration data; arguments as those of :func:`gptq`."""
-    return _rounded_by("clip", what, options)
+    return _rounded_by("clip", recipe, options)
 
 
-def rotation(what: RecipeLike, **options: Any) -> Recipe:
-    """``what`` behind a rotation of the residual stream (QuaRot: Ashkboos et al. 2024): an orthogonal matrix is folded into the
+def rotation(recipe: RecipeLike, **options: Any) -> Recipe:
+    """``recipe`` behind a rotation of the residual stream (QuaRot: Ashkboos et al. 2024): an orthogonal matrix is folded into the
     weights that spreads every channel over all of them; arguments as those of :func:`awq`. It needs no data.
 
     ``online=True`` also turns what down projections read, as the model runs; ``seed`` draws the signs of the matrix.
     """
-    return _rewritten_by("rotation", what, options)
+    return _rewritten_by("rotation", recipe, options)
 
 
-def awq(what: RecipeLike, **options: Any) -> Recipe:
-    """``what`` behind AWQ (Lin et al. 2023): what layers read is divided, and their weights are multiplied, by a power of the
+def awq(recipe: RecipeLike, **options: Any) -> Recipe:
+    """``recipe`` behind AWQ (Lin et al. 2023): what layers read is divided, and their weights are multiplied, by a power of the
     inputs' size that is searched on calibration data, so that the weights that matter most lose least.
 
     Args:
@@ -56,22 +56,22 @@ def awq(what: RecipeLike, **options: Any) -> Recipe:
 
     Raises ``ValueError`` for an option that it does not have.
     """
-    return _rewritten_by("awq", what, options)
+    return _rewritten_by("awq", recipe, options)
 
 
-def smoothquant(what: RecipeLike, **options: Any) -> Recipe:
-    """``what`` behind SmoothQuant (Xiao et al. 2022): what layers read is divided, and their weights are multiplied, so that
+def smoothquant(recipe: RecipeLike, **options: Any) -> Recipe:
+    """``recipe`` behind SmoothQuant (Xiao et al. 2022): what layers read is divided, and their weights are multiplied, so that
     few large channels do not cost the others their precision when inputs are rounded; ``alpha`` says how much the weights take,
     and ``alpha="auto"`` searches it for each input. Arguments as those of :func:`awq`."""
-    return _rewritten_by("smoothquant", what, options)
+    return _rewritten_by("smoothquant", recipe, options)
 
 
-def _rounded_by(rounder: str, what: RecipeLike, options: dict[str, Any]) -> Target | Recipe:
-    found = Recipe.of(what).rounded_by(rounder, **options)
+def _rounded_by(rounder: str, recipe: RecipeLike, options: dict[str, Any]) -> LayerConfig | Recipe:
+    found = Recipe.of(recipe).rounded_by(rounder, **options)
     (first, *others) = found.rules
-    alone = not others and first.catch_all and first.blocks is None and first.target is not None
-    return first.target if alone and first.target is not None else found
+    alone = not others and first.catch_all and first.blocks is None and first.config is not None
+    return first.config if alone and first.config is not None else found
 
 
-def _rewritten_by(rewrite: str, what: RecipeLike, options: dict[str, Any]) -> Recipe:
-    return Recipe.of(what).rewritten(rewrite, **options)
+def _rewritten_by(rewrite: str, recipe: RecipeLike, options: dict[str, Any]) -> Recipe:
+    return Recipe.of(recipe).rewritten(rewrite, **options)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Options", "keyword_options", "settled"]
+__all__ = ["Options", "keyword_options", "normalized_options"]
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -18,7 +18,7 @@ def keyword_options(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def settled(who: str, options: Options, known: Mapping[str, Any], check: Callable[..., None]) -> Options:
+def normalized_options(who: str, options: Options, known: Mapping[str, Any], check: Callable[..., None]) -> Options:
     """``options`` of the method ``who`` as sorted pairs. Raises ``ValueError`` for one that is not ``known``, and for values
     that no file could hold or that ``check(**options)`` refuses."""
     found = {name: _number(value) for name, value in dict(options).items()}
@@ -34,5 +34,5 @@ def settled(who: str, options: Options, known: Mapping[str, Any], check: Callabl
 
 def _number(value: Any) -> Any:
     """``1e-5`` is a word to YAML, which wants a point in it."""
-    spelled = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
-    return float(value) if spelled else value
+    is_exponent = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if is_exponent else value

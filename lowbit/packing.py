@@ -190,8 +190,8 @@ def _chain(a: Tensor, b: Tensor, bits: int, op: Callable[[Tensor, Tensor, int], 
         result, out = op(x, y, width)
         if carry is not None:
             carry = _narrow(carry, widths[len(done) - 1], width, size)
-            result, again = op(result, carry, width)
-            out = out | again
+            result, carry_out_bit = op(result, carry, width)
+            out = out | carry_out_bit
         done.append(result)
         carry = out
     return torch.cat(done, dim=-1)

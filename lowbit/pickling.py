@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .qtensor import QTensor
     from .scheme import Scheme
 
-__all__ = ["made_by", "rebuild", "rebuild_shared", "share", "spelled"]
+__all__ = ["set_tensor_class", "rebuild", "rebuild_shared", "share", "readers_as_strings"]
 
 Readers = tuple[tuple[str, "str | None"], ...]
 
@@ -24,13 +24,13 @@ Readers = tuple[tuple[str, "str | None"], ...]
 _tensor_class: Callable[[], type[QTensor]]
 
 
-def made_by(tensor_class: Callable[[], type[QTensor]]) -> None:
+def set_tensor_class(tensor_class: Callable[[], type[QTensor]]) -> None:
     """Import the class by ``tensor_class()`` once a pickle is read: QTensor itself knows this module."""
     global _tensor_class
     _tensor_class = tensor_class
 
 
-def spelled(readers: frozenset[tuple[str, Scheme | None]]) -> Readers:
+def readers_as_strings(readers: frozenset[tuple[str, Scheme | None]]) -> Readers:
     """The readers of a weight in plain strings."""
     return tuple(sorted(((op, None if scheme is None else str(scheme)) for op, scheme in readers), key=str))
 
@@ -59,8 +59,14 @@ def rebuild(
 def share(tensor: QTensor) -> Any:
     """The reducer for other processes of this machine."""
     parts = (tensor.packed.detach(), tensor.scale.detach(), tensor.zero_point, tensor.outer)
-    what = (str(tensor.scheme), tensor._stored_shape, tensor.dtype, tensor.byte_layout, tensor.transposed)
-    return rebuild_shared, (*parts, *what, isinstance(tensor, torch.nn.Parameter), spelled(tensor.readers), tensor.keeps_layout)
+    fields = (str(tensor.scheme), tensor._stored_shape, tensor.dtype, tensor.byte_layout, tensor.transposed)
+    return rebuild_shared, (
+        *parts,
+        *fields,
+        isinstance(tensor, torch.nn.Parameter),
+        readers_as_strings(tensor.readers),
+        tensor.pins_layout,
+    )
 
 
 def rebuild_shared(
@@ -75,14 +81,14 @@ def rebuild_shared(
     transposed: bool,
     is_parameter: bool,
     readers: Readers,
-    keeps_layout: bool,
+    pins_layout: bool,
 ) -> QTensor | torch.nn.Parameter:
     """A QTensor over parts that :func:`share` sent, in their layout."""
     from .scheme import Scheme
 
     tensor = _tensor_class()(packed, scale, zero_point, outer, Scheme.parse(scheme), tuple(shape), dtype, layout, transposed)
     tensor.readers = frozenset((op, None if act is None else Scheme.parse(act)) for op, act in readers)
-    tensor.keeps_layout = keeps_layout
+    tensor.pins_layout = pins_layout
     return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 

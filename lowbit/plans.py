@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .layer_config import LayerConfig
 from .recipe import Recipe
-from .rewrites.record import Rescaled
-from .target import Target
+from .rewrites.rescale_record import Rescaled
 
 __all__ = ["LayerPlan", "Plan"]
 
@@ -16,7 +16,7 @@ __all__ = ["LayerPlan", "Plan"]
 class LayerPlan:
     """One layer of a plan.
 
-    ``target`` is None for a layer that stays as it is, and ``reason`` says why. ``kernels`` and ``refusals`` map the
+    ``config`` is None for a layer that stays as it is, and ``reason`` says why. ``kernels`` and ``refusals`` map the
     rows of an input (1, 16, 512) to the kernel that will run and to (kernel, why it refused) of each before it; ``layout``
     is the arrangement of the bytes that they read.
 
@@ -29,7 +29,7 @@ class LayerPlan:
     kind: str
     shape: tuple[int, ...]
     dtype: str
-    target: Target | None
+    config: LayerConfig | None
     reason: str
     bytes_before: int
     bytes_after: int
@@ -55,14 +55,14 @@ class Plan:
     calibration: dict[str, int] | None = field(default=None, compare=False)
 
     @property
-    def changed(self) -> tuple[LayerPlan, ...]:
+    def quantized(self) -> tuple[LayerPlan, ...]:
         """The layers that are quantized."""
-        return tuple(layer for layer in self.layers if layer.target is not None)
+        return tuple(layer for layer in self.layers if layer.config is not None)
 
     @property
-    def kept(self) -> tuple[LayerPlan, ...]:
+    def skipped(self) -> tuple[LayerPlan, ...]:
         """The layers that stay as they are, each with its reason."""
-        return tuple(layer for layer in self.layers if layer.target is None)
+        return tuple(layer for layer in self.layers if layer.config is None)
 
     @property
     def bytes_before(self) -> int:
@@ -78,7 +78,7 @@ class Plan:
         layers = []
         for layer in self.layers:
             entry = asdict(layer)
-            entry["target"] = None if layer.target is None else layer.target.to_dict()
+            entry["config"] = None if layer.config is None else layer.config.to_dict()
             layers.append(entry)
         return {
             "recipe": self.recipe.to_dict(),
@@ -94,7 +94,7 @@ class Plan:
         lines = []
         for layer in self.layers:
             shape = "x".join(map(str, layer.shape))
-            if layer.target is None:
+            if layer.config is None:
                 lines.append(f"{layer.name:{width}}  {shape:>12}  stays {layer.dtype}: {layer.reason}")
                 continue
             kernels = " ".join(f"M={m}:{kernel}" for m, kernel in layer.kernels.items())
@@ -104,7 +104,7 @@ class Plan:
             if layer.layout != "canonical":
                 kernels += f" from {layer.layout}"
             lines.append(
-                f"{layer.name:{width}}  {shape:>12}  {layer.target}, {layer.bits_per_weight:.2f} bits, "
+                f"{layer.name:{width}}  {shape:>12}  {layer.config}, {layer.bits_per_weight:.2f} bits, "
                 f"{layer.bytes_before:,} -> {layer.bytes_after:,} bytes, {kernels}{tied}"
             )
         if self.recipe.rewrites:
@@ -112,7 +112,7 @@ class Plan:
         lines += self.notes
         ratio = self.bytes_before / max(self.bytes_after, 1)
         lines.append(
-            f"{len(self.changed)} of {len(self.layers)} layers quantized, "
+            f"{len(self.quantized)} of {len(self.layers)} layers quantized, "
             f"{self.bytes_before:,} -> {self.bytes_after:,} bytes ({ratio:.2f} times smaller)"
         )
         return "\n".join(lines)

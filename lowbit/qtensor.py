@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import lowbit_kernels.ops  # noqa: F401 - registers torch.ops.lowbit
+from lowbit_kernels.fast_dispatch import FastDispatch
 from lowbit_kernels.layouts import LAYOUTS, Parts
 from lowbit_kernels.ops import call_for
 from lowbit_kernels.registry import preferred_layout
-from lowbit_kernels.shortcut import Shortcuts
 
 from . import autocast, pickling, sharding  # noqa: F401 - autocast registers the operators' rules for it
 from .grid import Scales
@@ -35,16 +35,16 @@ class RoundingError(NamedTuple):
     max_error: float
 
 
-class Copies(list[tuple[Callable[[], "QTensor | None"], Callable[[], "QTensor"]]]):
+class CopiedSlices(list[tuple[Callable[[], "QTensor | None"], Callable[[], "QTensor"]]]):
     """Slices of a tensor that hold copies of its bytes, since no view of them exists: each by a weak reference, with how it is
     taken again. A true view shares the list of its base."""
 
     def refresh(self) -> None:
         """Let every slice that is still in use hold what the base holds now."""
-        self[:] = [(found, again) for found, again in self if found() is not None]
-        for found, again in list(self):
-            if (piece := found()) is not None:
-                piece._fill(again())
+        self[:] = [(reference, recompute) for reference, recompute in self if reference() is not None]
+        for reference, recompute in list(self):
+            if (piece := reference()) is not None:
+                piece._copy_from(recompute())
 
 
 class QTensor(torch.Tensor):
@@ -60,8 +60,8 @@ class QTensor(torch.Tensor):
         transposed: whether this tensor is the transpose of what is stored (``w.t()``).
         flat: whether its shape is one dimension of all values (``w.view(-1)``).
         readers: the operators that modules read this weight with, each with the scheme that x is rounded to. Where there are
-            any, :meth:`settle_` keeps the bytes in the layout that those operators' kernels read on the weight's device,
-        keeps_layout: unless somebody asked for a layout by :meth:`to_layout`.
+            any, :meth:`relayout_` keeps the bytes in the layout that those operators' kernels read on the weight's device,
+        pins_layout: unless somebody asked for a layout by :meth:`to_layout`.
 
     Its dtype is that of the float weight: what :meth:`dequantize` returns. F.linear, matmul, bmm and F.embedding multiply by
     the codes. Moves, slices, ``cat`` and the like move the codes. Every other operator computes with the dequantized values and
@@ -73,22 +73,22 @@ class QTensor(torch.Tensor):
     scale: Tensor
     zero_point: Tensor | None
     scheme: Scheme
-    spelling: str
+    scheme_str: str
     byte_layout: str
     transposed: bool
     flat: bool
     _stored_shape: tuple[int, ...]
     readers: frozenset[tuple[str, Scheme | None]]
-    keeps_layout: bool
+    pins_layout: bool
     _outer: Tensor | None
-    _shortcuts: Shortcuts
+    _dispatch: FastDispatch
     _trains: bool  # whether a gradient was asked for, which there is none of
-    _copies: Copies  # slices that are copies of bytes, and follow what is written here
+    _copies: CopiedSlices  # slices that are copies of bytes, and follow what is written here
     _shared: frozenset[str]  # parts that values outside this slice are scaled by too
-    _is_loaded: bool  # whether all of it is being written, slice by slice
+    _is_fully_written: bool  # whether all of it is being written, slice by slice
     _write_back: Callable[[QTensor], None] | None  # how a slice that is a copy is written into its base
     _matrices: tuple[Tensor, list[QTensor]] | None  # what they are views of, and they
-    _exchanged: Callable[[], Callable[[], None] | None] | None  # a weak method, which is called once the parts are others
+    _on_parts_changed: Callable[[], Callable[[], None] | None] | None  # a weak method, which is called once the parts are others
 
     @staticmethod
     def __new__(
@@ -114,11 +114,11 @@ class QTensor(torch.Tensor):
         self.packed, self.scale, self.zero_point, self._outer = packed, scale, zero_point, outer
         self.scheme, self.byte_layout, self.transposed, self._stored_shape = scheme, layout, transposed, tuple(shape)
         self.flat = flat
-        self.spelling = str(scheme)  # which a compiler can look at
-        self._shortcuts = Shortcuts()
-        self.readers, self.keeps_layout, self._trains = frozenset(), False, False
-        self._copies, self._shared, self._write_back = Copies(), frozenset(), None
-        self._exchanged, self._matrices, self._is_loaded = None, None, False
+        self.scheme_str = str(scheme)  # which a compiler can look at
+        self._dispatch = FastDispatch()
+        self.readers, self.pins_layout, self._trains = frozenset(), False, False
+        self._copies, self._shared, self._write_back = CopiedSlices(), frozenset(), None
+        self._on_parts_changed, self._matrices, self._is_fully_written = None, None, False
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -154,10 +154,10 @@ class QTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The float weight that this stands for, [..., N, K] in ``dtype`` (its own by default)."""
         layout = self.byte_layout if len(self._stored_shape) > 1 else "canonical"
-        parts = _with_rows(self._arranged(layout))
-        packed, scale = _one_lead(parts.packed, 2), _one_lead(parts.scale, 2)
-        zero = None if parts.zero_point is None else _one_lead(parts.zero_point, 2)
-        outer = None if self.outer is None else _one_lead(self.outer, 0)
+        parts = _with_rows(self._to_layout(layout))
+        packed, scale = _flatten_lead(parts.packed, 2), _flatten_lead(parts.scale, 2)
+        zero = None if parts.zero_point is None else _flatten_lead(parts.zero_point, 2)
+        outer = None if self.outer is None else _flatten_lead(self.outer, 0)
         k = self._stored_shape[-1]
         dense = torch.ops.lowbit.dequantize(packed, scale, zero, outer, str(self.scheme), layout, k, dtype or self.dtype)
         dense = dense.reshape(self.shape if self.flat else self._stored_shape)
@@ -172,8 +172,8 @@ class QTensor(torch.Tensor):
         """This weight rounded again, under another scheme."""
         dense = self.dequantize(torch.float64 if self.dtype == torch.float64 else torch.float32)
         stored = dense.transpose(-1, -2) if self.transposed else dense
-        again = cast(QTensor, QTensor.quantize(stored, scheme, method=method).to(self.dtype))
-        return cast(QTensor, again.transpose(-1, -2)) if self.transposed else again
+        result = cast(QTensor, QTensor.quantize(stored, scheme, method=method).to(self.dtype))
+        return cast(QTensor, result.transpose(-1, -2)) if self.transposed else result
 
     def error(self, w: Tensor) -> RoundingError:
         """Distance from the float weight ``w`` of the same shape, in float64."""
@@ -202,17 +202,17 @@ class QTensor(torch.Tensor):
         unknown layout."""
         if layout not in LAYOUTS:
             raise ValueError(f"no layout named {layout!r}; there are {', '.join(LAYOUTS)}")
-        if layout == self.byte_layout and self.keeps_layout:
+        if layout == self.byte_layout and self.pins_layout:
             return self
-        found = self._apply_to_parts(lambda part: part) if layout == self.byte_layout else self._arranged(layout)
-        found.keeps_layout = True
+        found = self._apply_to_parts(lambda part: part) if layout == self.byte_layout else self._to_layout(layout)
+        found.pins_layout = True
         return found
 
     def canonical(self) -> QTensor:
         """This tensor in the canonical layout."""
-        return self._arranged("canonical")
+        return self._to_layout("canonical")
 
-    def _arranged(self, layout: str) -> QTensor:
+    def _to_layout(self, layout: str) -> QTensor:
         if layout == self.byte_layout:
             return self
         parts, k = Parts(self.packed, self.scale, self.zero_point), self._stored_shape[-1]
@@ -222,18 +222,18 @@ class QTensor(torch.Tensor):
     def read_by(self, operator: str, activation: Scheme | None = None) -> None:
         """Note that a module reads this weight with ``operator``, and take the layout that suits all its readers."""
         self.readers |= {(operator, activation)}
-        self.settle_()
+        self.relayout_()
 
-    def settle_(self) -> None:
+    def relayout_(self) -> None:
         """Rearrange the bytes, in place, as the readers' kernels read them on this device; canonical where readers differ.
 
-        A weight without readers, and one that :attr:`keeps_layout`, stays as it is.
+        A weight without readers, and one that :attr:`pins_layout`, stays as it is.
         """
-        if self.readers and not self.keeps_layout:
+        if self.readers and not self.pins_layout:
             layout = self._preferred(self.device, self.dtype)
             if layout != self.byte_layout:
                 with torch.inference_mode(False):  # parts made in that mode could never meet autograd again
-                    self._take(self._arranged(layout))
+                    self._become(self._to_layout(layout))
 
     def _preferred(self, device: torch.device, dtype: torch.dtype) -> str:
         if device.type == "meta" or len(self._stored_shape) not in (2, 3) or (self.transposed and len(self._stored_shape) == 2):
@@ -245,27 +245,27 @@ class QTensor(torch.Tensor):
         }
         return found.pop() if len(found) == 1 else "canonical"
 
-    def _take(self, other: QTensor) -> None:
+    def _become(self, other: QTensor) -> None:
         """Become ``other``, whose parts this tensor holds from now on: what shared the old parts keeps them."""
         self.packed, self.scale, self.zero_point, self._outer = other.packed, other.scale, other.zero_point, other.outer
-        self.scheme, self.spelling, self.byte_layout = other.scheme, other.spelling, other.byte_layout
+        self.scheme, self.scheme_str, self.byte_layout = other.scheme, other.scheme_str, other.byte_layout
         self.transposed, self.flat, self._stored_shape = other.transposed, other.flat, other._stored_shape
-        self._shortcuts, self._copies, self._shared, self._write_back = Shortcuts(), Copies(), other._shared, None
-        self._tell()
+        self._dispatch, self._copies, self._shared, self._write_back = FastDispatch(), CopiedSlices(), other._shared, None
+        self._notify_fused()
 
-    def _tell(self) -> None:
+    def _notify_fused(self) -> None:
         """Layers that are multiplied by the old parts with others are by themselves from now on."""
-        told, self._exchanged = self._exchanged, None
-        if told is not None and (tell := told()) is not None:
-            tell()
+        reference, self._on_parts_changed = self._on_parts_changed, None
+        if reference is not None and (callback := reference()) is not None:
+            callback()
 
-    def _fill(self, other: QTensor) -> None:
+    def _copy_from(self, other: QTensor) -> None:
         """Copy the parts of ``other``, which has this scheme and layout, into those of this tensor."""
         for name, part in self._parts().items():
             if part is not (new := other._parts()[name]):
                 part.copy_(new)
 
-    def _wrote(self) -> None:
+    def _after_write(self) -> None:
         """What follows from a write into the parts: the tensor that this is a slice of has it too, and slices of it."""
         if self._write_back is not None:
             self._write_back(self)
@@ -277,9 +277,9 @@ class QTensor(torch.Tensor):
         if self._matrices is None or self._matrices[0] is not self.packed:
             with torch.inference_mode(False), torch.no_grad():
                 parts = {name: part.unbind() for name, part in self._parts().items()}
-                n_k, how = self._stored_shape[1:], (self.dtype, self.byte_layout, False)
+                n_k, settings = self._stored_shape[1:], (self.dtype, self.byte_layout, False)
                 every = range(self._stored_shape[0])
-                found = [_assemble({name: part[e] for name, part in parts.items()}, self.scheme, n_k, *how) for e in every]
+                found = [_assemble({name: part[e] for name, part in parts.items()}, self.scheme, n_k, *settings) for e in every]
             self._matrices = self.packed, found
         return self._matrices[1]
 
@@ -291,10 +291,10 @@ class QTensor(torch.Tensor):
 
     def _apply_to_parts(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QTensor:
         parts = {name: fn(part) for name, part in self._parts().items()}
-        how = (dtype or self.dtype, self.byte_layout, self.transposed, self.flat)
-        made = _assemble(parts, self.scheme, self._stored_shape, *how)
-        made.readers, made.keeps_layout = self.readers, self.keeps_layout
-        return made
+        settings = (dtype or self.dtype, self.byte_layout, self.transposed, self.flat)
+        result = _assemble(parts, self.scheme, self._stored_shape, *settings)
+        result.readers, result.pins_layout = self.readers, self.pins_layout
+        return result
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         context = (str(self.scheme), self._stored_shape, self.dtype, self.byte_layout, self.transposed, self.flat)
@@ -310,9 +310,9 @@ class QTensor(torch.Tensor):
             raise TypeError("w.view(-1) of a QTensor w cannot be pickled: pickle w")
         plain = self.canonical()
         parts = (plain.packed, plain.scale, plain.zero_point, plain.outer)
-        is_parameter, readers = isinstance(self, torch.nn.Parameter), pickling.spelled(self.readers)
-        what = (str(self.scheme), self._stored_shape, self.dtype, self.transposed, is_parameter, readers)
-        return pickling.rebuild, (*parts, *what)
+        is_parameter, readers = isinstance(self, torch.nn.Parameter), pickling.readers_as_strings(self.readers)
+        fields = (str(self.scheme), self._stored_shape, self.dtype, self.transposed, is_parameter, readers)
+        return pickling.rebuild, (*parts, *fields)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QTensor:
         if id(self) in memo:
@@ -347,9 +347,9 @@ class QTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: Any) -> QTensor:
         """What torch.distributed.checkpoint reads the pieces of a saved weight into: this tensor, whose slices take scales that
         they share with each other, since all of them are written."""
-        whole = cast(QTensor, self.detach())
-        whole._is_loaded = True
-        return whole
+        detached = cast(QTensor, self.detach())
+        detached._is_fully_written = True
+        return detached
 
     def pin_memory(self, device: Any = None) -> QTensor:
         """A copy in page-locked memory."""
@@ -434,9 +434,9 @@ def _with_rows(q: QTensor) -> Parts:
     return Parts(q.packed[None], q.scale[None], None if q.zero_point is None else q.zero_point[None])
 
 
-def _one_lead(part: Tensor, keep: int) -> Tensor:
-    """``part`` with all dimensions before its last ``keep`` made one, as the operators take them."""
-    return part.flatten(0, -keep - 1) if part.dim() > keep + 1 else part
+def _flatten_lead(part: Tensor, trailing: int) -> Tensor:
+    """``part`` with all dimensions before its last ``trailing`` made one, as the operators take them."""
+    return part.flatten(0, -trailing - 1) if part.dim() > trailing + 1 else part
 
 
 def _assemble(

@@ -10,28 +10,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from .ambient import isolated
 from .calibration.data import Batch, Calibration, CalibrationLike, amount
-from .calibration.modes import leave_inference_mode
-from .calibration.sufficiency import remarks
-from .checkpoint.skeleton import is_pretrained
+from .calibration.data_checks import data_notes
+from .calibration.eval_mode import leave_inference_mode
+from .checkpoint.hf_config import is_pretrained
 from .environment import usable_device
-from .inserted import Inserted
 from .layers import Layer
 from .placement.hooks import is_offloaded
 from .planning import FilterFn, planned
 from .plans import Plan
 from .recipe import Recipe, RecipeLike
-from .replacement import Kept, Progress, Replacement
+from .replacement import Progress, Replacement, RewriteOnly
 from .rewrite import Rewrite
 from .tensor import QTensor
+from .torch_state import isolated
+from .transforms import Transform
 
 __all__ = ["blockwise", "quantize_", "rewrite_", "rewritten"]
 
 
 def quantize_(
     model: nn.Module,
-    what: RecipeLike,
+    recipe: RecipeLike,
     *,
     calibration: CalibrationLike | None = None,
     filter_fn: FilterFn | None = None,
@@ -42,7 +42,7 @@ def quantize_(
     """Quantize the layers of ``model`` in place and return the :class:`~lowbit.plans.Plan` that was carried out.
 
     Args:
-        what: what a factory such as ``int4_weight_only()`` returns, a :class:`~lowbit.Scheme`, a
+        recipe: what a factory such as ``int4_weight_only()`` returns, a :class:`~lowbit.Scheme`, a
             :class:`~lowbit.Recipe`, the name of one, a YAML file, or a dict from name patterns (glob, or ``re:`` and a
             regular expression) to any of these or None; the first pattern that matches wins. Without a pattern that
             names them, embeddings, heads and what transformers keeps in float32 stay as they are.
@@ -59,7 +59,7 @@ def quantize_(
     arguments: with data each runs its share of the batches and rounds its share of the layers, and all end with the same
     model, which one of them saves.
 
-    The bytes depend neither on what the program has set for torch (:mod:`lowbit.ambient`) nor on the mode of ``model``, which
+    The bytes depend neither on what the program has set for torch (:mod:`lowbit.torch_state`) nor on the mode of ``model``, which
     runs in evaluation mode, without autocast, and with random numbers of its own.
 
     Every weight is checked before the first is changed. Peak memory stays under the model and twice its largest layer; with
@@ -69,13 +69,13 @@ def quantize_(
     nothing, a call that changes nothing, weights with NaN or infinity, a recipe that needs data where none is given, and data
     on which the model gives NaN or infinity: layers that were quantized before it came to that stay quantized.
     """
-    recipe = Recipe.of(what)
-    carried = _carried_out(model, recipe, Replacement, calibration, filter_fn, device, keep_on_device, progress)
+    recipe = Recipe.of(recipe)
+    plan = _carried_out(model, recipe, Replacement, calibration, filter_fn, device, keep_on_device, progress)
     for module in model.modules():  # one of transformers' may stand within another library's, which saves by it
         attach = _attachment(module)
         if attach is not None and any(isinstance(parameter, QTensor) for parameter in module.parameters()):
-            attach(module, carried)
-    return carried
+            attach(module, plan)
+    return plan
 
 
 def _attachment(module: nn.Module) -> Callable[[Any, Plan], None] | None:
@@ -94,7 +94,7 @@ def _attachment(module: nn.Module) -> Callable[[Any, Plan], None] | None:
 
 def rewrite_(
     model: nn.Module,
-    what: RecipeLike,
+    recipe: RecipeLike,
     *,
     calibration: CalibrationLike | None = None,
     filter_fn: FilterFn | None = None,
@@ -107,15 +107,15 @@ def rewrite_(
     that was carried out, in which ``layer.rewrites`` say what was done to each. Raises ``ValueError`` for a recipe without
     rewrites.
     """
-    recipe = Recipe.of(what)
+    recipe = Recipe.of(recipe)
     if not recipe.rewrites:
         raise ValueError(f"the recipe {recipe.name!r} has no rewrites: give one, such as lowbit.awq('int4')")
-    carried = _carried_out(model, recipe, Kept, calibration, filter_fn, device, False, progress)
-    if is_pretrained(model) and any(isinstance(module, Inserted) for module in model.modules()):
+    plan = _carried_out(model, recipe, RewriteOnly, calibration, filter_fn, device, False, progress)
+    if is_pretrained(model) and any(isinstance(module, Transform) for module in model.modules()):
         from .pretrained.quantizer import attach  # only a header of lowbit's says what was inserted
 
-        attach(model, carried)
-    return carried
+        attach(model, plan)
+    return plan
 
 
 @isolated()
@@ -129,40 +129,40 @@ def _carried_out(
     keep_on_device: bool,
     progress: Progress | None,
 ) -> Plan:
-    carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
+    plan, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
     leave_inference_mode(model)
     if recipe.rewrites:
-        _refuse_offloaded(recipe, carried, layers)
-    replacement = kind(model, carried.layers, layers, device, keep_on_device, progress)
+        _refuse_offloaded(recipe, plan, layers)
+    replacement = kind(model, plan.layers, layers, device, keep_on_device, progress)
     replacement.check()
     batches, remarked = [], []
     if calibration is not None:
         data = Calibration.of(calibration)
         batches = data.batches(model)
-        remarked = remarks(data, batches, recipe, carried.layers)
+        remarked = data_notes(data, batches, recipe, plan.layers)
     notes = remarked + rewritten(model, recipe, batches)
     if len(notes) > len(remarked):  # layers may be others now: ties undone, norms without a weight
-        carried, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
-        replacement = kind(model, carried.layers, layers, device, keep_on_device, progress)
+        plan, layers = planned(model, recipe, filter_fn, device, has_data=calibration is not None)
+        replacement = kind(model, plan.layers, layers, device, keep_on_device, progress)
     if calibration is None:
-        replacement.carry_out_all()
+        replacement.apply_all()
     else:
+        from .calibration.activation_store import ActivationStore
         from .calibration.calibrator import Calibrator
-        from .calibration.residence import OnDevice, Residence
-        from .calibration.states import States
+        from .calibration.offload import BlockOffload, DeviceOffload
 
         where = None if device is None else usable_device(device)
-        residence = Residence(model) if where is None else OnDevice(model, where, keep_on_device)
-        calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, States(), blockwise(recipe))
+        offload = BlockOffload(model) if where is None else DeviceOffload(model, where, keep_on_device)
+        calibrator = Calibrator(model, plan.layers, layers, batches, replacement, offload, ActivationStore(), blockwise(recipe))
         calibrator.run()
         notes += calibrator.notes
-    given, notes = amount(batches) if batches else None, [*carried.notes, *notes]
-    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=tuple(notes), calibration=given)
+    given, notes = amount(batches) if batches else None, [*plan.notes, *notes]
+    return dataclasses.replace(plan, layers=tuple(replacement.entries), notes=tuple(notes), calibration=given)
 
 
-def _refuse_offloaded(recipe: Recipe, carried: Plan, layers: Sequence[Layer]) -> None:
+def _refuse_offloaded(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> None:
     """A rewrite changes weights where they are, and an offloaded one is elsewhere."""
-    found = [entry.name for entry, layer in zip(carried.layers, layers, strict=True) if is_offloaded(layer.module)]
+    found = [entry.name for entry, layer in zip(plan.layers, layers, strict=True) if is_offloaded(layer.module)]
     if found:
         raise ValueError(
             f"the rewrite {recipe.rewrites[0].name} changes weights in memory, and accelerate's hooks keep {len(found)} layers "

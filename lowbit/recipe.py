@@ -1,5 +1,5 @@
-"""Recipes: which layers become what, and how the model is rewritten before. Rules from name patterns to targets; the first that
-matches wins."""
+"""Recipes: which layers become what, and how the model is rewritten before. Rules from name patterns to layer configs; the first
+that matches wins."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import yaml
 
 from . import api
 from .algorithms import ROUNDERS
+from .layer_config import FIELDS, LayerConfig, LayerConfigLike
 from .rewrite import Rewrite
 from .rewrites import REWRITES
 from .scheme import SCHEMES, Scheme, UnknownSchemeError
-from .target import FIELDS, Target, TargetLike
 
-__all__ = ["Recipe", "RecipeLike", "Rule", "block_counts", "block_of", "keeps", "parted"]
+__all__ = ["Recipe", "RecipeLike", "Rule", "block_counts", "block_of", "name_matches", "split_recipes"]
 
 _ANOTHER = "\0"  # which no parameter is called
 
@@ -48,14 +48,14 @@ class Rule:
 
     Attributes:
         pattern: a glob over the whole name (``*`` crosses dots), or ``re:`` and a regular expression that is searched.
-        target: what the layers become.
+        config: what the layers become.
         blocks: only those in these blocks of the model, counted from 0, or from -1 backwards as Python does; None: in any
             and in none. The first number in a layer's name is that of its block.
         optional: the pattern may match nothing, in a recipe that is for models of several kinds.
     """
 
     pattern: str
-    target: Target | None
+    config: LayerConfig | None
     blocks: tuple[int, ...] | None = None
     optional: bool = False
 
@@ -96,8 +96,8 @@ class Recipe:
     """An ordered list of rules, of which the first whose pattern matches a layer's name decides, and how the float model is
     rewritten before, if at all: rewrites of the whole model come first, and otherwise each on what the one before it gives.
 
-    ``keep`` names modules that stay as they are whatever the rules say, in transformers' spelling of ``modules_to_not_convert``
-    (:func:`keeps`)."""
+    ``keep`` names modules that stay as they are whatever the rules say, as transformers' ``modules_to_not_convert`` does
+    (:func:`name_matches`)."""
 
     rules: tuple[Rule, ...]
     name: str = ""
@@ -119,43 +119,43 @@ class Recipe:
             raise ValueError(f"a recipe rewrites with each method once, and has {twice} {names.count(twice)} times")
 
     @staticmethod
-    def of(what: RecipeLike) -> Recipe:
+    def of(value: RecipeLike) -> Recipe:
         """A recipe from anything that :func:`lowbit.quantize_` takes.
 
-        A recipe; a target or scheme (for every layer); a name (:meth:`parse`); a path; a mapping from patterns to
-        targets, schemes, names or None; a :class:`lowbit.Config`.
+        A recipe; a layer config or scheme (for every layer); a name (:meth:`parse`); a path; a mapping from patterns to
+        layer configs, schemes, names or None; a :class:`lowbit.Config`.
         """
-        if isinstance(what, Recipe):
-            return what
-        if isinstance(found := getattr(what, "recipe", None), Recipe):  # of a Config, which only transformers has
+        if isinstance(value, Recipe):
+            return value
+        if isinstance(found := getattr(value, "recipe", None), Recipe):  # of a Config, which only transformers has
             return found
-        if isinstance(what, Path):
-            return Recipe.from_file(what)
-        if isinstance(what, str):
-            return Recipe.parse(what)
-        if isinstance(what, Mapping):
-            return Recipe(tuple(Rule(str(pattern), _target_or_none(value)) for pattern, value in what.items()))
-        return Recipe((Rule("*", Target.of(what)),))  # type: ignore[arg-type] # whose error says what it is instead
+        if isinstance(value, Path):
+            return Recipe.from_file(value)
+        if isinstance(value, str):
+            return Recipe.parse(value)
+        if isinstance(value, Mapping):
+            return Recipe(tuple(Rule(str(pattern), _config_or_none(value)) for pattern, value in value.items()))
+        return Recipe((Rule("*", LayerConfig.of(value)),))  # type: ignore[arg-type] # whose error says what it is instead
 
     @staticmethod
     def parse(text: str) -> Recipe:
         """A recipe by name: a scheme (``int4_g64``), a factory (``int8_weight_only``), a file, or one in ``recipes/``; or any
         of these in the hands of a rounder or behind a rewrite, ``gptq(int3, damping=0.05)`` or ``awq(gptq(int3))``."""
-        if spelled := re.fullmatch(r"(\w+)\((.+)\)", text.strip()):
-            return _by_method(*spelled.groups())
+        if match := re.fullmatch(r"(\w+)\((.+)\)", text.strip()):
+            return _by_method(*match.groups())
         if text in api.__all__:
             return Recipe((Rule("*", getattr(api, text)()),), text)
         try:
-            return Recipe((Rule("*", Target(Scheme.parse(text))),), text)
+            return Recipe((Rule("*", LayerConfig(Scheme.parse(text))),), text)
         except UnknownSchemeError:
             pass
         if text.endswith((".yaml", ".yml", ".json")):
             return Recipe.from_file(Path(text))
-        shipped = _shipped()
-        if text in shipped:
-            return Recipe.from_text(shipped[text].read_text(encoding="utf-8"), text)
-        near = difflib.get_close_matches(text, [*SCHEMES, *api.__all__, *shipped], n=4, cutoff=0.3)
-        raise ValueError(f"no scheme, recipe or file named {text!r}; did you mean {', '.join(near or SCHEMES)}?")
+        bundled = _bundled()
+        if text in bundled:
+            return Recipe.from_text(bundled[text].read_text(encoding="utf-8"), text)
+        closest = difflib.get_close_matches(text, [*SCHEMES, *api.__all__, *bundled], n=4, cutoff=0.3)
+        raise ValueError(f"no scheme, recipe or file named {text!r}; did you mean {', '.join(closest or SCHEMES)}?")
 
     def rounded_by(self, rounder: str, **options: Any) -> Recipe:
         """This recipe with the codes of every rule chosen by ``rounder``, a key of ``lowbit.algorithms.ROUNDERS``.
@@ -163,14 +163,14 @@ class Recipe:
         Raises ``ValueError`` for a rounder or an option that does not exist.
         """
 
-        def changed(rule: Rule) -> Rule:
-            if rule.target is None:
+        def with_rounder(rule: Rule) -> Rule:
+            if rule.config is None:
                 return rule
             # How scales are chosen is an option of round-to-nearest.
-            scales = rule.target.scales if rounder == "rtn" else "range"
-            return replace(rule, target=rule.target.replace(rounder=rounder, options=tuple(options.items()), scales=scales))
+            scales = rule.config.scales if rounder == "rtn" else "range"
+            return replace(rule, config=rule.config.replace(rounder=rounder, options=tuple(options.items()), scales=scales))
 
-        return replace(self, rules=tuple(map(changed, self.rules)))
+        return replace(self, rules=tuple(map(with_rounder, self.rules)))
 
     def rewritten(self, rewrite: str, **options: Any) -> Recipe:
         """This recipe behind ``rewrite``, a key of ``lowbit.rewrites.REWRITES``, which comes before any that it has already.
@@ -179,7 +179,7 @@ class Recipe:
         """
         return replace(self, rewrites=(Rewrite(rewrite, tuple(options.items())), *self.rewrites))
 
-    def keeping(self, names: Iterable[str]) -> Recipe:
+    def with_keep(self, names: Iterable[str]) -> Recipe:
         """This recipe, with the modules of these ``names`` left as they are (:attr:`keep`)."""
         if isinstance(names, str):
             raise TypeError(f"the names of what is kept stand in a list, got {names!r:.80}")
@@ -191,8 +191,8 @@ class Recipe:
         rewrite = next((rewrite for rewrite in self.rewrites if rewrite.method.needs_data), None)
         if rewrite is not None:
             return f"the rewrite {rewrite.name}"
-        targets = (rule.target for rule in self.rules)
-        return next((target.needs_data for target in targets if target is not None and target.needs_data), "")
+        configs = (rule.config for rule in self.rules)
+        return next((config.needs_data for config in configs if config is not None and config.needs_data), "")
 
     @staticmethod
     def from_file(path: str | Path) -> Recipe:
@@ -249,11 +249,11 @@ class _HasRecipe(Protocol):
     recipe: Recipe | None
 
 
-RecipeLike: TypeAlias = Recipe | TargetLike | Path | Mapping[str, TargetLike | None] | _HasRecipe
-"""What :meth:`Recipe.of`, and so every ``what``, takes."""
+RecipeLike: TypeAlias = Recipe | LayerConfigLike | Path | Mapping[str, LayerConfigLike | None] | _HasRecipe
+"""What :meth:`Recipe.of`, and so every ``value``, takes."""
 
 
-def keeps(key: str, name: str) -> bool:
+def name_matches(key: str, name: str) -> bool:
     """Whether ``key`` of transformers' ``modules_to_not_convert`` names the module ``name``: it is the name, or that of a module
     that it stands in (``"model.vision"`` of ``"model.vision.fc"``), or a regular expression of these, or how the name ends."""
     return re.match(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", name) is not None or name.endswith(key)
@@ -261,21 +261,21 @@ def keeps(key: str, name: str) -> bool:
 
 def _by_method(method: str, inside: str) -> Recipe:
     """``int3, damping=0.05`` in the hands of a rounder, or behind a rewrite."""
-    if not ROUNDERS.knows(method) and not REWRITES.knows(method):
+    if not ROUNDERS.has(method) and not REWRITES.has(method):
         raise ValueError(f"no rounder or rewrite named {method!r}; there are {', '.join((*ROUNDERS, *REWRITES))}")
-    text, *settings = parted(inside)
+    text, *settings = split_recipes(inside)
     options = {}
     for setting in settings:
         name, equals, value = (part.strip() for part in setting.partition("="))
         if not equals:
-            raise ValueError(f"an option of {method} is spelled name=value, got {setting!r:.80}")
+            raise ValueError(f"an option of {method} is written name=value, got {setting!r:.80}")
         options[name] = yaml.safe_load(value)
     found = Recipe.parse(text)
     found = found.rounded_by(method, **options) if method in ROUNDERS else found.rewritten(method, **options)
     return replace(found, name=f"{method}({inside})")
 
 
-def parted(text: str) -> list[str]:
+def split_recipes(text: str) -> list[str]:
     """``text`` at its commas, but for those inside of brackets: ``gptq(int3, damping=0.05), int4`` is two recipes."""
     parts, depth = [""], 0
     for letter in text:
@@ -287,33 +287,35 @@ def parted(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _target_or_none(value: Any) -> Target | None:
+def _config_or_none(value: Any) -> LayerConfig | None:
     if value is None:
         return None
     if isinstance(value, Recipe):
         if len(value.rules) != 1:
-            raise ValueError(f"a pattern stands for one target, and recipe {value.name!r} has {len(value.rules)} rules")
+            raise ValueError(f"a pattern stands for one layer config, and recipe {value.name!r} has {len(value.rules)} rules")
         if value.keep:
-            raise ValueError(f"a pattern stands for one target, and the recipe {value.name!r} keeps {', '.join(value.keep)}")
+            raise ValueError(
+                f"a pattern stands for one layer config, and the recipe {value.name!r} keeps {', '.join(value.keep)}"
+            )
         if value.rewrites:
             name = value.rewrites[0].name
             raise ValueError(
                 f"{name} rewrites the whole model and no single layer: write {name}({{pattern: ...}}) around them all"
             )
-        return value.rules[0].target
+        return value.rules[0].config
     if isinstance(value, str) and "(" in value:
-        return _target_or_none(Recipe.parse(value))
-    return getattr(api, value)() if value in api.__all__ else Target.of(value)
+        return _config_or_none(Recipe.parse(value))
+    return getattr(api, value)() if value in api.__all__ else LayerConfig.of(value)
 
 
-_OF_A_RULE = ("match", *FIELDS, "blocks", "optional")
+_RULE_FIELDS = ("match", *FIELDS, "blocks", "optional")
 
 
 def _rule(entry: Any, where: str) -> Rule:
     if not isinstance(entry, dict) or "match" not in entry or "weight" not in entry:
         raise ValueError(f"{where}: a rule needs 'match' and 'weight' (null to leave the layer), got {entry!r:.200}")
-    if unknown := [str(key) for key in entry if key not in _OF_A_RULE]:
-        raise ValueError(f"{where}: unknown field {', '.join(unknown)}; there are {', '.join(_OF_A_RULE)}")
+    if unknown := [str(key) for key in entry if key not in _RULE_FIELDS]:
+        raise ValueError(f"{where}: unknown field {', '.join(unknown)}; there are {', '.join(_RULE_FIELDS)}")
     fields = {key: value for key, value in entry.items() if key not in ("match", "blocks", "optional")}
     for key, value in {"match": entry["match"], **fields}.items():
         if key != "options" and not isinstance(value, str) and (value is not None or key not in ("weight", "activation")):
@@ -326,14 +328,14 @@ def _rule(entry: Any, where: str) -> Rule:
     if not isinstance(optional, bool):
         raise ValueError(f"{where}: optional must be true or false, got {optional!r:.80}")
     try:
-        target = None if entry["weight"] is None else Target.of(fields)
-        return Rule(entry["match"], target, None if blocks is None else tuple(blocks), optional)
+        config = None if entry["weight"] is None else LayerConfig.of(fields)
+        return Rule(entry["match"], config, None if blocks is None else tuple(blocks), optional)
     except ValueError as error:
         raise ValueError(f"{where} ({entry['match']!r}): {error}") from None
 
 
 def _rule_to_dict(rule: Rule) -> dict[str, Any]:
-    found: dict[str, Any] = {"match": rule.pattern, **({"weight": None} if rule.target is None else rule.target.to_dict())}
+    found: dict[str, Any] = {"match": rule.pattern, **({"weight": None} if rule.config is None else rule.config.to_dict())}
     if rule.blocks is not None:
         found["blocks"] = list(rule.blocks)
     if rule.optional:
@@ -341,7 +343,7 @@ def _rule_to_dict(rule: Rule) -> dict[str, Any]:
     return found
 
 
-def _shipped() -> dict[str, Any]:
+def _bundled() -> dict[str, Any]:
     try:
         folder = importlib.resources.files("lowbit.recipes")
     except ModuleNotFoundError:

@@ -35,10 +35,10 @@ def register_format(fmt: Format) -> Format:
 
 
 def register_scheme(name: str, scheme: Scheme | str) -> Scheme:
-    """Let recipes and the command line use ``scheme`` (a :class:`~lowbit.Scheme` or its spelling) by ``name``.
+    """Let recipes and the command line use ``scheme`` (a :class:`~lowbit.Scheme` or its canonical name) by ``name``.
 
-    Files hold the spelling, so that they load where nobody registered the name. Raises ``ValueError`` where lowbit has a scheme
-    of that name.
+    Files hold the canonical name, so that they load where nobody registered the name. Raises ``ValueError`` where lowbit has a
+    scheme of that name.
     """
     SCHEMES[name] = scheme if isinstance(scheme, Scheme) else Scheme.parse(scheme)
     return SCHEMES[name]

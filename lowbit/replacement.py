@@ -11,20 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from .algorithms import ROUNDERS
-from .ambient import isolated
 from .embedding import QEmbedding
-from .extras import hand_over
+from .layer_config import LayerConfig
 from .layers import Layer, replace_module
 from .linear import QLinear
-from .placement.hooks import give_hook, take_hook
+from .module_attributes import transfer_attributes
+from .placement.hooks import attach_hook, detach_hook
 from .plans import LayerPlan
-from .rewrites.record import Rescaled
+from .quantized_module import QuantizedModule
+from .rewrites.rescale_record import Rescaled
 from .statistics import Statistics
-from .target import Target
 from .tensor import QTensor, check_weight
-from .weight import QuantizedModule
+from .torch_state import isolated
 
-__all__ = ["Done", "Kept", "Progress", "Replacement", "RoundedWeight", "quantized_layer", "replace_layers", "rounded"]
+__all__ = [
+    "CompletedLayer",
+    "RewriteOnly",
+    "Progress",
+    "Replacement",
+    "RoundedWeight",
+    "quantized_layer",
+    "replace_layers",
+    "round_weight",
+]
 
 Progress = Callable[[LayerPlan, int, int], None]
 UNREACHED = "no calibration data reached it: rounded without"
@@ -42,7 +51,7 @@ class RoundedWeight(NamedTuple):
     input_scale: Tensor | None = None
 
 
-class Done(NamedTuple):
+class CompletedLayer(NamedTuple):
     """What is known of a layer that an earlier run replaced."""
 
     loss: float | None
@@ -53,7 +62,7 @@ class Done(NamedTuple):
 class Replacement:
     """Carries out ``entries``, each for the layer at its place in ``layers``, which is emptied as it goes.
 
-    Making one checks every weight, before the first is changed; :meth:`carry_out` replaces one. ``entries`` then says what
+    Making one checks every weight, before the first is changed; :meth:`apply` replaces one. ``entries`` then says what
     was done. Arguments as those of :func:`lowbit.quantize_`; ``trim`` is called when large tensors have been let go.
     """
 
@@ -70,34 +79,34 @@ class Replacement:
         self.entries = list(entries)
         self._model, self._layers, self._progress = model, layers, progress
         self._device, self._keep, self._trim = device, keep_on_device, trim
-        self._done: dict[int, QTensor] = {}  # by the identity that a weight which several layers read had here
+        self._rounded_weights: dict[int, QTensor] = {}  # by the identity that a weight which several layers read had here
         self._keys = [layer.identity for layer in layers]
-        counts = Counter(key for key, entry in zip(self._keys, entries, strict=True) if entry.target is not None)
+        counts = Counter(key for key, entry in zip(self._keys, entries, strict=True) if entry.config is not None)
         self._shared = {key for key, count in counts.items() if count > 1}
-        self._total = sum(entry.target is not None for entry in entries)
+        self._total = sum(entry.config is not None for entry in entries)
         self._count = 0
 
     def check(self) -> None:
         """Raises ``ValueError`` that names a weight without numbers, or with numbers that are not finite."""
         for entry, layer in zip(self.entries, self._layers, strict=True):
-            if entry.target is None:
+            if entry.config is None:
                 continue
             values = layer.values
             if values.is_meta:
                 raise ValueError(f"{entry.name} is on the meta device and has no values: load the model first")
             check_weight(values, _named(layer))
 
-    def carry_out(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
+    def apply(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
         """Replace the layer at place ``i``, if anything is to become of it: :meth:`round` and :meth:`place`."""
-        if self.entries[i].target is None:
+        if self.entries[i].config is None:
             self._layers[i] = None  # type: ignore[call-overload]  # the float weight goes with it
         else:
             self.place(i, self.round(i, statistics, calibrated))
 
-    def carry_out_all(self) -> None:
-        """:meth:`carry_out` every entry, without data."""
+    def apply_all(self) -> None:
+        """:meth:`apply` every entry, without data."""
         for i in range(len(self.entries)):
-            self.carry_out(i)
+            self.apply(i)
 
     def round(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> RoundedWeight:
         """What becomes of the layer at place ``i``, which stays as it is until :meth:`place`.
@@ -105,43 +114,43 @@ class Replacement:
         ``statistics`` of its inputs; ``calibrated``: that there is data, so that a layer without statistics was not reached.
         """
         entry, layer = self.entries[i], self._layers[i]
-        assert entry.target is not None
-        if self._keys[i] in self._done:
-            found = RoundedWeight(self._done[self._keys[i]])
+        assert entry.config is not None
+        if self._keys[i] in self._rounded_weights:
+            rounded = RoundedWeight(self._rounded_weights[self._keys[i]])
         else:
-            found = self._rounded(entry, layer, entry.target, statistics)
+            rounded = self._round(entry, layer, entry.config, statistics)
             if calibrated and statistics is None and layer.kind != "embedding":
-                found = found._replace(notes=(*found.notes, NO_STATISTICS if layer.is_parameter else UNREACHED))
-        if entry.target.activation_scale != "static":
-            return found
+                rounded = rounded._replace(notes=(*rounded.notes, NO_STATISTICS if layer.is_parameter else UNREACHED))
+        if entry.config.activation_scale != "static":
+            return rounded
         if statistics is None:
-            return found._replace(notes=(*found.notes, NO_STATIC_SCALE))
-        return found._replace(input_scale=static_scale(statistics, entry.target))
+            return rounded._replace(notes=(*rounded.notes, NO_STATIC_SCALE))
+        return rounded._replace(input_scale=static_scale(statistics, entry.config))
 
-    def place(self, i: int, found: RoundedWeight) -> None:
+    def place(self, i: int, rounded: RoundedWeight) -> None:
         """Put what :meth:`round` gave in place of the layer, whose float weight goes."""
         entry, key = self.entries[i], self._keys[i]
         layer, self._layers[i] = self._layers[i], None  # type: ignore[call-overload]
-        assert entry.target is not None
-        weight = self._done.get(key, found.weight)
+        assert entry.config is not None
+        weight = self._rounded_weights.get(key, rounded.weight)
         if weight.device != layer.home and not self._keep:  # another process rounded it
             weight = moved(weight, layer.home)
-        hook = take_hook(layer.module, layer.attribute)
+        hook = detach_hook(layer.module, layer.attribute)
         if layer.is_parameter:
-            held = _put(layer, weight)
-            give_hook(layer.module, hook, layer.attribute)
+            parameter = _put(layer, weight)
+            attach_hook(layer.module, hook, layer.attribute)
         else:
-            replacement = quantized_layer(layer, weight, entry.target, found.input_scale)
-            held = replacement.weight
+            replacement = quantized_layer(layer, weight, entry.config, rounded.input_scale)
+            parameter = replacement.weight
             replace_module(self._model, layer.names, replacement)
-            give_hook(replacement, hook)
+            attach_hook(replacement, hook)
         if key in self._shared:
-            self._done[key] = held  # so that the next layer shares these very parameters
-        known = self.entries[i]
-        self._told(i, Done(found.loss, (*known.notes, *found.notes), known.rewrites))
+            self._rounded_weights[key] = parameter  # so that the next layer shares these very parameters
+        entry_now = self.entries[i]
+        self._finish(i, CompletedLayer(rounded.loss, (*entry_now.notes, *rounded.notes), entry_now.rewrites))
 
     @property
-    def rounds(self) -> bool:
+    def quantizes(self) -> bool:
         """Whether layers are replaced by rounded ones."""
         return True
 
@@ -149,47 +158,49 @@ class Replacement:
         """What was done to the layer at place ``i`` before it is rounded."""
         self.entries[i] = dataclasses.replace(self.entries[i], rewrites=rewrites, notes=notes)
 
-    def take_over(self, i: int, done: Done) -> None:
+    def mark_completed(self, i: int, completed: CompletedLayer) -> None:
         """The layer at place ``i`` has been replaced already."""
         self._layers[i] = None  # type: ignore[call-overload]
-        self._told(i, done)
+        self._finish(i, completed)
 
-    def _told(self, i: int, done: Done) -> None:
+    def _finish(self, i: int, completed: CompletedLayer) -> None:
         self._count += 1
-        self.entries[i] = dataclasses.replace(self.entries[i], loss=done.loss, notes=done.notes, rewrites=done.rewrites)
+        self.entries[i] = dataclasses.replace(
+            self.entries[i], loss=completed.loss, notes=completed.notes, rewrites=completed.rewrites
+        )
         if self._progress is not None:
             self._progress(self.entries[i], self._count, self._total)
 
-    def _rounded(self, entry: LayerPlan, layer: Layer, target: Target, statistics: Statistics | None) -> RoundedWeight:
+    def _round(self, entry: LayerPlan, layer: Layer, config: LayerConfig, statistics: Statistics | None) -> RoundedWeight:
         weight = layer.values.detach()
         check_weight(weight, _named(layer))  # it may have come since the others were checked
         origin = weight.device
         if self._device is not None:
             weight = weight.to(self._device)
         try:
-            found = rounded(weight, target, statistics, getattr(torch, entry.dtype))
+            rounded = round_weight(weight, config, statistics, getattr(torch, entry.dtype))
         except ValueError as error:
             raise ValueError(f"{entry.name}: {error} ({self._count} of {self._total} layers are quantized)") from error
         if statistics is not None:
             self._trim()
-            dense = found.weight.dequantize(torch.promote_types(weight.dtype, torch.float32))
-            found = found._replace(loss=statistics.to(weight.device).output_error(weight, dense))
-        if found.weight.device != origin and not self._keep:
-            return found._replace(weight=moved(found.weight, origin))
-        return found
+            dense = rounded.weight.dequantize(torch.promote_types(weight.dtype, torch.float32))
+            rounded = rounded._replace(loss=statistics.to(weight.device).output_error(weight, dense))
+        if rounded.weight.device != origin and not self._keep:
+            return rounded._replace(weight=moved(rounded.weight, origin))
+        return rounded
 
 
-class Kept(Replacement):
+class RewriteOnly(Replacement):
     """Leaves every layer the float layer that it is: for a model that is only rewritten."""
 
     @property
-    def rounds(self) -> bool:
+    def quantizes(self) -> bool:
         return False
 
-    def carry_out(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
+    def apply(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
         entry = self.entries[i]
-        if entry.target is not None:
-            self._told(i, Done(None, entry.notes, entry.rewrites))
+        if entry.config is not None:
+            self._finish(i, CompletedLayer(None, entry.notes, entry.rewrites))
 
 
 @isolated()
@@ -197,50 +208,52 @@ def replace_layers(model: nn.Module, entries: Sequence[LayerPlan], layers: list[
     """Carry out ``entries``, each for the layer at its place in ``layers``, which is emptied, without data."""
     replacement = Replacement(model, entries, layers)
     replacement.check()
-    replacement.carry_out_all()
+    replacement.apply_all()
 
 
 def moved(weight: QTensor, device: torch.device | str) -> QTensor:
     """``weight`` on ``device``."""
-    found = weight.to(device)
-    assert isinstance(found, QTensor)
-    return found
+    rounded = weight.to(device)
+    assert isinstance(rounded, QTensor)
+    return rounded
 
 
-def rounded(
-    weight: Tensor, target: Target, statistics: Statistics | None = None, dtype: torch.dtype | None = None
+def round_weight(
+    weight: Tensor, config: LayerConfig, statistics: Statistics | None = None, dtype: torch.dtype | None = None
 ) -> RoundedWeight:
-    """``weight`` [N, K] as ``target`` wants it, for products in ``dtype`` (its own by default, which a rewrite may have made a
+    """``weight`` [N, K] as ``config`` wants it, for products in ``dtype`` (its own by default, which a rewrite may have made a
     wider one); a rounder that needs ``statistics`` and has none gives way to rtn, and the notes of the plan say that no data
     came."""
     dtype = dtype or weight.dtype
-    rounder = ROUNDERS[target.rounder]
-    blind = rounder.needs_statistics and statistics is None
-    if weight.dim() > 2 and not (target.rounder == "rtn" or blind):
-        return _each_rounded(weight, target, dtype)
-    if target.rounder == "rtn" or blind:  # the operator does this in chunks of rows, in a fused kernel where there is one
-        found = QTensor.quantize(weight, target.weight, method="mse" if blind else target.scales)
-        parts = (found.packed, found.scale, found.zero_point, found.outer)
-        return RoundedWeight(QTensor(*parts, found.scheme, tuple(found.shape), dtype, found.byte_layout))
+    rounder = ROUNDERS[config.rounder]
+    without_statistics = rounder.needs_statistics and statistics is None
+    if weight.dim() > 2 and not (config.rounder == "rtn" or without_statistics):
+        return _round_each(weight, config, dtype)
+    if (
+        config.rounder == "rtn" or without_statistics
+    ):  # the operator does this in chunks of rows, in a fused kernel where there is one
+        rounded = QTensor.quantize(weight, config.weight, method="mse" if without_statistics else config.scales)
+        parts = (rounded.packed, rounded.scale, rounded.zero_point, rounded.outer)
+        return RoundedWeight(QTensor(*parts, rounded.scheme, tuple(rounded.shape), dtype, rounded.byte_layout))
     compute = weight if weight.dtype == torch.float64 else weight.float()
     if statistics is not None:
         statistics = statistics.to(weight.device)
-    codes, scales, notes = rounder.round(compute, target.weight, statistics, **dict(target.options))
-    return RoundedWeight(QTensor.from_codes(codes, scales, target.weight, dtype), notes=notes)
+    codes, scales, notes = rounder.round(compute, config.weight, statistics, **dict(config.options))
+    return RoundedWeight(QTensor.from_codes(codes, scales, config.weight, dtype), notes=notes)
 
 
-def _each_rounded(weight: Tensor, target: Target, dtype: torch.dtype) -> RoundedWeight:
+def _round_each(weight: Tensor, config: LayerConfig, dtype: torch.dtype) -> RoundedWeight:
     """The matrices of ``weight`` [E, N, K] one by one, by a rounder that looks at no data."""
-    found = [rounded(matrix, target, None, dtype) for matrix in weight]
-    notes = dict.fromkeys(note for each in found for note in each.notes)
-    return RoundedWeight(cast(QTensor, torch.stack([each.weight for each in found])), notes=tuple(notes))
+    rounded = [round_weight(matrix, config, None, dtype) for matrix in weight]
+    notes = dict.fromkeys(note for each in rounded for note in each.notes)
+    return RoundedWeight(cast(QTensor, torch.stack([each.weight for each in rounded])), notes=tuple(notes))
 
 
-def static_scale(statistics: Statistics, target: Target) -> Tensor:
+def static_scale(statistics: Statistics, config: LayerConfig) -> Tensor:
     """The one scale, float32, under which the largest input seen is the largest number of the activation's format."""
-    assert target.activation is not None
+    assert config.activation is not None
     top = statistics.absmax.max().float()
-    return torch.where(top > 0, top / target.activation.fmt.symmetric_max, 1.0)
+    return torch.where(top > 0, top / config.activation.fmt.symmetric_max, 1.0)
 
 
 def _named(layer: Layer) -> str:
@@ -250,15 +263,15 @@ def _named(layer: Layer) -> str:
 def _put(layer: Layer, weight: QTensor) -> QTensor:
     """Give the module of ``layer``, which stays, ``weight`` as its parameter."""
     if not isinstance(weight, nn.Parameter):
-        turned = weight.transpose(-1, -2) if layer.transposed else weight
-        weight = cast(QTensor, nn.Parameter(turned, requires_grad=False))
+        stored = weight.transpose(-1, -2) if layer.transposed else weight
+        weight = cast(QTensor, nn.Parameter(stored, requires_grad=False))
         if layer.kind == "experts":
             weight.read_by("linear")
     layer.module._parameters[layer.attribute] = cast(nn.Parameter, weight)
     return weight
 
 
-def quantized_layer(layer: Layer, weight: QTensor, target: Target, input_scale: Tensor | None = None) -> QuantizedModule:
+def quantized_layer(layer: Layer, weight: QTensor, config: LayerConfig, input_scale: Tensor | None = None) -> QuantizedModule:
     """The module that takes the place of ``layer``, with all that it carries."""
     module: QuantizedModule
     if isinstance(layer.module, nn.Embedding):
@@ -267,6 +280,6 @@ def quantized_layer(layer: Layer, weight: QTensor, target: Target, input_scale: 
         # The very parameter: another layer may read it, and an optimizer may hold it.
         bias = layer.module._parameters.get("bias")
         scale = None if input_scale is None else input_scale.to(weight.device)
-        module = QLinear(weight, bias, target.activation, scale, layer.module._modules.get("transform"))
-    hand_over(layer.module, module)
+        module = QLinear(weight, bias, config.activation, scale, layer.module._modules.get("transform"))
+    transfer_attributes(layer.module, module)
     return module

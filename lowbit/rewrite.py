@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .options import Options, settled
+from .options import Options, normalized_options
 from .rewrites import REWRITES, Method
 
 __all__ = ["Rewrite"]
@@ -25,9 +25,9 @@ class Rewrite:
     options: Options = ()
 
     def __post_init__(self) -> None:
-        if not REWRITES.knows(self.name):
+        if not REWRITES.has(self.name):
             raise ValueError(f"no rewrite named {self.name!r}; there are {', '.join(REWRITES)}")
-        object.__setattr__(self, "options", settled(self.name, self.options, self.method.options, self._check))
+        object.__setattr__(self, "options", normalized_options(self.name, self.options, self.method.options, self._check))
 
     def _check(self, insert: Any = True, **options: Any) -> None:
         if not isinstance(insert, bool):
@@ -39,17 +39,19 @@ class Rewrite:
         return REWRITES[self.name]
 
     @staticmethod
-    def of(what: Any) -> Rewrite:
+    def of(value: Any) -> Rewrite:
         """A rewrite from its name, or from a mapping of its name to its options. Raises ``ValueError`` for anything else."""
-        if isinstance(what, Rewrite):
-            return what
-        if isinstance(what, str):
-            return Rewrite(what)
-        if isinstance(what, Mapping) and len(what) == 1:
-            ((name, options),) = what.items()
+        if isinstance(value, Rewrite):
+            return value
+        if isinstance(value, str):
+            return Rewrite(value)
+        if isinstance(value, Mapping) and len(value) == 1:
+            ((name, options),) = value.items()
             if options is None or isinstance(options, Mapping):
                 return Rewrite(str(name), tuple((options or {}).items()))
-        raise ValueError(f"a rewrite is a name or a name with options, such as {{smoothquant: {{alpha: 0.5}}}}, got {what!r:.80}")
+        raise ValueError(
+            f"a rewrite is a name or a name with options, such as {{smoothquant: {{alpha: 0.5}}}}, got {value!r:.80}"
+        )
 
     def to_plain(self) -> str | dict[str, Any]:
         """Plain data that :meth:`of` takes."""

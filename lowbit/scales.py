@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import format_named
+from .formats import get_format
 from .grid import Scales, grouped, scale_values, to_codes, to_values
 from .scheme import PLAIN_SCALES, Scheme
 
@@ -129,7 +129,7 @@ def outer_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
     finite.
     """
     largest = scheme.fmt.symmetric_max if scheme.zero_point == "none" else scheme.fmt.max / 2
-    outer = _over(absmax, largest * format_named(scheme.scale).max).to(torch.float32)
+    outer = _over(absmax, largest * get_format(scheme.scale).max).to(torch.float32)
     _check_finite(outer, absmax, "fp32")
     return outer
 
@@ -155,7 +155,7 @@ def nearest_scale(value: Tensor, scheme: Scheme) -> Tensor:
     """:func:`round_scale` without its checks: a scale may become infinite or 0."""
     if scheme.scale in PLAIN_SCALES:
         return value.to(scheme.scale_dtype)
-    return format_named(scheme.scale).nearest(value)
+    return get_format(scheme.scale).nearest(value)
 
 
 def _check_finite(stored: Tensor, value: Tensor, where: str) -> None:
@@ -245,8 +245,8 @@ def token_scales(x: Tensor, scheme: Scheme) -> Scales:
     fmt, symmetric, outer = scheme.fmt, scheme.zero_point == "none", None
     absmax = torch.maximum(low.abs(), high)
     if scheme.outer:
-        most = absmax.flatten(-2).amax(-1) if absmax.numel() else absmax.new_zeros(absmax.shape[:-2])
-        outer = outer_scale(most.clamp(max=torch.finfo(torch.float32).max), scheme)
+        matrix_absmax = absmax.flatten(-2).amax(-1) if absmax.numel() else absmax.new_zeros(absmax.shape[:-2])
+        outer = outer_scale(matrix_absmax.clamp(max=torch.finfo(torch.float32).max), scheme)
     if scheme.scale == "e8m0":
         reach = (absmax, fmt.symmetric_max) if symmetric else (high / 2 - low / 2, fmt.max / 2)
         stored = _power_of_two(*reach)
@@ -260,7 +260,7 @@ def token_scales(x: Tensor, scheme: Scheme) -> Scales:
     if scheme.scale in PLAIN_SCALES:
         stored = stored.clamp(max=torch.finfo(stored.dtype).max)
     else:
-        nan = format_named(scheme.scale).nan
+        nan = get_format(scheme.scale).nan
     found = Scales(stored, None, outer) if symmetric else _with_zero_point(stored, low, scheme, outer)
     return found if nan is None else found._replace(scale=torch.where(finite, stored, nan).to(stored.dtype))
 

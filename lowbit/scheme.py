@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .catalog import Catalog, kept
-from .formats import FORMATS, Format, format_named
+from .catalog import Catalog, cached
+from .formats import FORMATS, Format, get_format
 from .packing import packed_size
 
 __all__ = ["SCHEMES", "Scheme", "UnknownSchemeError"]
@@ -50,7 +50,7 @@ class Scheme:
                     f"format {self.format.name!r} is not in FORMATS: register it with FORMATS[{self.format.name!r}] = ..."
                 )
             object.__setattr__(self, "format", self.format.name)
-        fmt = format_named(self.format)
+        fmt = get_format(self.format)
         if not isinstance(self.group_size, int) or isinstance(self.group_size, bool):
             raise ValueError(f"group_size must be an int, got {self.group_size!r}")
         if self.group_size != -1 and self.group_size < 1:
@@ -81,7 +81,7 @@ class Scheme:
     @property
     def fmt(self) -> Format:
         """The :class:`Format` of the codes."""
-        return format_named(self.format)
+        return get_format(self.format)
 
     @property
     def bits(self) -> int:
@@ -94,9 +94,9 @@ class Scheme:
         scale takes the sign that this asks for; else the largest number that has one."""
         fmt = self.fmt
         of_scale = FORMATS.get(self.scale)
-        takes_sign = self.scale in PLAIN_SCALES if of_scale is None else of_scale.symmetric_max >= of_scale.max
+        allows_sign = self.scale in PLAIN_SCALES if of_scale is None else of_scale.symmetric_max >= of_scale.max
         lowest = fmt.step is not None and fmt.min == -fmt.max - fmt.step
-        return fmt.min if self.zero_point == "none" and lowest and takes_sign else fmt.symmetric_max
+        return fmt.min if self.zero_point == "none" and lowest and allows_sign else fmt.symmetric_max
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -138,10 +138,10 @@ class Scheme:
         """A scheme with some fields changed: ``SCHEMES["int4"].replace(group_size=64)``."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
-    # ---- spelling --------------------------------------------------------------------------------------------
+    # ---- canonical names --------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        """The canonical spelling, which operators and files take: ``uint4:g128:zint:bf16``."""
+        """The canonical name, which operators and files take: ``uint4:g128:zint:bf16``."""
         group = "row" if self.group_size == -1 else f"g{self.group_size}"
         zero = "" if self.zero_point == "none" else f":z{self.zero_point}"
         return f"{self.format}:{group}{zero}:{self.scale}{':outer' if self.outer else ''}"
@@ -150,7 +150,7 @@ class Scheme:
     def parse(text: str) -> Scheme:
         """The scheme that ``text`` names.
 
-        Takes a canonical spelling (``uint4:g128:zint:bf16``), a name in ``SCHEMES``, and a name with a group size
+        Takes a canonical name (``uint4:g128:zint:bf16``), a name in ``SCHEMES``, and a name with a group size
         (``int4_g48``), ``_row`` or ``_sym`` behind it. Raises ``ValueError`` with the nearest names.
         """
         if ":" not in text:
@@ -158,18 +158,18 @@ class Scheme:
         return _parse_canonical(text)
 
 
-@kept(maxsize=1024)
+@cached(maxsize=1024)
 def _parse_canonical(text: str) -> Scheme:
     """Kept, because every call of an operator comes by here; names are not, because SCHEMES may change."""
-    spelled = re.fullmatch(r"(\w+):(row|g\d+)(?::z(int|float))?:(\w+)(:outer)?", text)
-    if not spelled:
-        raise ValueError(f"a scheme is spelled format:g128:zint:bf16 (or row for g128, and :zint left out), got {text!r}")
-    fmt, group, zero, scale, outer = spelled.groups()
+    match = re.fullmatch(r"(\w+):(row|g\d+)(?::z(int|float))?:(\w+)(:outer)?", text)
+    if not match:
+        raise ValueError(f"a canonical name is format:g128:zint:bf16 (or row for g128, and :zint left out), got {text!r}")
+    fmt, group, zero, scale, outer = match.groups()
     return Scheme(fmt, -1 if group == "row" else int(group[1:]), zero or "none", scale, outer is not None)
 
 
 def _parse_name(text: str) -> Scheme:
-    if SCHEMES.knows(text):
+    if SCHEMES.has(text):
         return SCHEMES[text]
     name, symmetric, size = text, False, None
     if match := re.fullmatch(r"(\w+?)_(?:g(\d+)|(row))", name):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .ambient import isolated
+from .torch_state import isolated
 
 __all__ = ["Statistics", "Tally"]
 
@@ -45,10 +45,10 @@ class Statistics:
 
     @staticmethod
     @isolated()
-    def of(x: Tensor, name: str = "input", meant: Tensor | None = None) -> Statistics:
-        """The statistics of the rows of ``x`` [..., K], and of how far they are from those ``meant``; see :meth:`Tally.add`."""
-        tally = Tally(x.shape[-1], x.device, drifts=meant is not None)
-        tally.add(x, name, meant=meant)
+    def of(x: Tensor, name: str = "input", float_x: Tensor | None = None) -> Statistics:
+        """The statistics of the rows of ``x`` [..., K], and of how far they are from those ``float_x``; see :meth:`Tally.add`."""
+        tally = Tally(x.shape[-1], x.device, drifts=float_x is not None)
+        tally.add(x, name, float_x=float_x)
         return tally.statistics()
 
     @property
@@ -137,15 +137,15 @@ class Tally:
         return [self.gram] if self.drift is None else [self.gram, self.drift]
 
     @isolated()
-    def add(self, x: Tensor, name: str = "input", batch: int | None = None, meant: Tensor | None = None) -> None:
-        """Add the rows of ``x`` [..., K] (any floating dtype); ``meant``, of the same shape, is what the float model gives in
+    def add(self, x: Tensor, name: str = "input", batch: int | None = None, float_x: Tensor | None = None) -> None:
+        """Add the rows of ``x`` [..., K] (any floating dtype); ``float_x``, of the same shape, is what the float model gives in
         their place, which only a tally that ``drifts`` looks at, and ``x`` itself by default.
 
         Raises ``ValueError`` with ``name`` and ``batch`` where a row holds NaN or infinity, or numbers whose squares
         float32 cannot hold.
         """
-        if meant is not None and meant.shape != x.shape:
-            raise ValueError(f"{name}: what is meant is {list(meant.shape)}, and what comes is {list(x.shape)}")
+        if float_x is not None and float_x.shape != x.shape:
+            raise ValueError(f"{name}: float_x is {list(float_x.shape)}, and what comes is {list(x.shape)}")
         rows = _rows(x)
         if rows.shape[1] != len(self.absmax):
             raise ValueError(f"{name}: rows of {len(self.absmax)} numbers were expected, got {rows.shape[1]}")
@@ -165,8 +165,8 @@ class Tally:
         if top > 1e18:
             raise ValueError(f"{where}: an input of {top:.3g} is too large for its square to fit float32: scale the model down")
         _add_products(self.gram, rows, rows)
-        if self.drift is not None and meant is not None:
-            apart = _rows(meant).to(rows.device, rows.dtype) - rows
+        if self.drift is not None and float_x is not None:
+            apart = _rows(float_x).to(rows.device, rows.dtype) - rows
             if not bool(torch.isfinite(apart).all()):
                 raise ValueError(f"{where}: the float model gives NaN or infinity: leave this text out")
             _add_products(self.drift, apart, rows)
@@ -180,8 +180,8 @@ class Tally:
             raise ValueError(f"only rows of the same length can be merged, got {len(self.absmax)} and {len(other.absmax)}")
         self.gram = self.gram + other.gram.to(self.gram.device)
         if other.drift is not None:
-            theirs = other.drift.to(self.gram.device)
-            self.drift = theirs.clone() if self.drift is None else self.drift + theirs
+            other_drift = other.drift.to(self.gram.device)
+            self.drift = other_drift.clone() if self.drift is None else self.drift + other_drift
         self.absmax = torch.maximum(self.absmax, other.absmax.to(self.absmax.device))
         self.count += other.count
 

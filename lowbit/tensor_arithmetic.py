@@ -11,16 +11,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .qtensor import QTensor, quantized
 from .tensor_scaling import multiply
-from .tensor_table import ATEN, FUNCTIONS, OTHERS, on
-from .tensor_writes import become, follow_gradients, write
+from .tensor_table import ATEN, FUNCTIONS, OTHERS, implements
+from .tensor_writes import follow_gradients, set_data, write
 
-__all__ = ["on_values"]
+__all__ = ["compute_dequantized"]
 
 aten = torch.ops.aten
 
 
-@on(ATEN, OTHERS)
-def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@implements(ATEN, OTHERS)
+def compute_dequantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on the values that its QTensors stand for. Those that it writes into are rounded again.
 
     Raises ``NotImplementedError`` for views that packed codes have none of, and for collectives.
@@ -47,7 +47,7 @@ def _times(func: Any, inverse: bool, q: Any, other: Any) -> Any:
     single = isinstance(other, Tensor) and type(other) is Tensor and other.dim() == 0 and other.device.type == "cpu"
     if isinstance(q, QTensor) and multiply(q, other.item() if single else other, inverse):
         return q
-    return on_values(func, (q, other), {})
+    return compute_dequantized(func, (q, other), {})
 
 
 for _operator, _inverse in (
@@ -60,7 +60,7 @@ for _operator, _inverse in (
 def _set_data(q: Tensor, value: Tensor) -> Any:
     if not isinstance(q, QTensor):  # a float tensor's data becomes a quantized one's
         raise TypeError("the data of a float tensor cannot become a QTensor: assign the values, q.dequantize()")
-    become(q, value)
+    set_data(q, value)
     return None
 
 
@@ -89,7 +89,7 @@ def _numpy(q: Any, *args: Any, **kwargs: Any) -> Any:
     return q.dequantize().numpy(*args, **kwargs)
 
 
-@on(ATEN, aten.view.dtype)
+@implements(ATEN, aten.view.dtype)
 def _reinterpreted(q: QTensor, dtype: torch.dtype) -> Tensor:
     return q.dequantize().view(dtype)
 
@@ -97,7 +97,8 @@ def _reinterpreted(q: QTensor, dtype: torch.dtype) -> Tensor:
 def _storage(q: Any) -> Any:
     """What code that writes plain tensors to a file asks for first (safetensors, transformers, diffusers, accelerate)."""
     raise RuntimeError(
-        f"a QTensor {tuple(q.shape)} of {q.spelling} has no storage that a file of plain tensors could hold: save the model with "
+        f"a QTensor {tuple(q.shape)} of {q.scheme_str} has no storage that a file of plain tensors could hold: save the model "
+        f"with "
         "lowbit.save (lowbit.load and transformers' from_pretrained read it), or quantize the whole model, whose save_pretrained "
         "then writes it; torch.save takes its state_dict as it is"
     )

@@ -15,7 +15,7 @@ from lowbit_kernels.layouts import LAYOUTS
 
 from .packing import plane_widths, planes
 from .qtensor import QTensor, _assemble
-from .tensor_table import ATEN, on
+from .tensor_table import ATEN, implements
 
 __all__ = ["row_range"]
 
@@ -25,17 +25,17 @@ aten = torch.ops.aten
 # ---- copies and moves ------------------------------------------------------------------------------------------
 
 
-@on(ATEN, aten.detach.default, aten.alias.default)
+@implements(ATEN, aten.detach.default, aten.alias.default)
 def _alias(q: QTensor) -> QTensor:
     return _over(q, q._apply_to_parts(lambda part: part.detach()))
 
 
-@on(ATEN, aten.clone.default)
+@implements(ATEN, aten.clone.default)
 def _clone(q: QTensor, *, memory_format: Any = None) -> QTensor:
     return q._apply_to_parts(lambda part: part.clone())
 
 
-@on(ATEN, aten._to_copy.default)
+@implements(ATEN, aten._to_copy.default)
 def _to_copy(
     q: QTensor,
     *,
@@ -50,24 +50,24 @@ def _to_copy(
         raise TypeError(f"the dtype of a QTensor is that of its dequantized weight and must be float, got {dtype}: use codes()")
     where = q.device if device is None else torch.device(device)
     leaves = q.device.type != "cpu" and where.type == "cpu"  # bytes are rearranged on the quicker of two devices
-    if leaves and q.readers and not q.keeps_layout and q._preferred(where, dtype or q.dtype) != q.byte_layout:
+    if leaves and q.readers and not q.pins_layout and q._preferred(where, dtype or q.dtype) != q.byte_layout:
         canonical = q.canonical()
         canonical.readers, q = q.readers, canonical
     moved = q._apply_to_parts(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype)
-    moved.settle_()
+    moved.relayout_()
     return moved
 
 
-@on(ATEN, aten.empty_like.default)
+@implements(ATEN, aten.empty_like.default)
 def _empty_like(q: QTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> QTensor:
     where = q.device if device is None else torch.device(device)
-    like = q if where == q.device or q.keeps_layout else q.canonical()
+    like = q if where == q.device or q.pins_layout else q.canonical()
     made = like._apply_to_parts(lambda part: torch.empty_like(part, device=device), dtype)
     made.readers = q.readers
     return made
 
 
-@on(ATEN, aten.equal.default)
+@implements(ATEN, aten.equal.default)
 def _equal(a: Tensor, b: Tensor) -> bool:
     if not (isinstance(a, QTensor) and isinstance(b, QTensor)) or a.scheme != b.scheme or a.shape != b.shape:
         return False
@@ -78,7 +78,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 # ---- shapes ----------------------------------------------------------------------------------------------------
 
 
-@on(ATEN, aten.permute.default)
+@implements(ATEN, aten.permute.default)
 def _permute(q: QTensor, dims: Sequence[int]) -> QTensor:
     n = q.dim()
     order, same = [_wrap(dim, n) for dim in dims], list(range(n))
@@ -89,7 +89,7 @@ def _permute(q: QTensor, dims: Sequence[int]) -> QTensor:
     return _over(q, _rebuilt(q, q._parts(), q._stored_shape, not q.transposed, q.byte_layout))
 
 
-@on(ATEN, aten.transpose.int)
+@implements(ATEN, aten.transpose.int)
 def _transpose(q: QTensor, dim0: int, dim1: int) -> QTensor:
     order = list(range(q.dim()))
     a, b = _wrap(dim0, q.dim()), _wrap(dim1, q.dim())
@@ -97,17 +97,17 @@ def _transpose(q: QTensor, dim0: int, dim1: int) -> QTensor:
     return _permute(q, order)
 
 
-@on(ATEN, aten.t.default)
+@implements(ATEN, aten.t.default)
 def _t(q: QTensor) -> QTensor:
     return _transpose(q, 0, -1)
 
 
-@on(ATEN, aten.view.default, aten._unsafe_view.default, aten.expand.default)
+@implements(ATEN, aten.view.default, aten._unsafe_view.default, aten.expand.default)
 def _same_shape(q: QTensor, size: Sequence[int], *, implicit: bool = False) -> QTensor:
     # A product of batches asks for these even where nothing changes.
     if not q.transposed and len(size) == 1 < q.dim() and size[0] in (-1, q.numel()):
-        how = (q.scheme, q._stored_shape, q.dtype, q.byte_layout, False, True)
-        return _over(q, QTensor(q.packed, q.scale, q.zero_point, q.outer, *how))
+        settings = (q.scheme, q._stored_shape, q.dtype, q.byte_layout, False, True)
+        return _over(q, QTensor(q.packed, q.scale, q.zero_point, q.outer, *settings))
     if len(size) != q.dim() or any(want not in (-1, got) for want, got in zip(size, q.shape, strict=True)):
         raise ValueError(f"a QTensor keeps its shape {tuple(q.shape)}, got {tuple(size)}: dequantize first")
     return _alias(q)
@@ -162,23 +162,25 @@ def _over(q: QTensor, view: QTensor) -> QTensor:
 def _share(q: QTensor, view: QTensor, names: Iterable[str]) -> None:
     """Note the parts of ``view`` that values of ``q`` outside it are scaled by too: no write exchanges them, unless all of ``q``
     is being written."""
-    view._is_loaded = q._is_loaded
-    view._shared = frozenset() if q._is_loaded else view._shared.union(names)
+    view._is_fully_written = q._is_fully_written
+    view._shared = frozenset() if q._is_fully_written else view._shared.union(names)
 
 
-def _following(q: QTensor, piece: QTensor, again: Callable[[], QTensor], write: Callable[[QTensor, QTensor], None]) -> QTensor:
-    """``piece``, which holds copies of bytes of ``q``, as a view of it. ``again()`` takes it anew; ``write(canonical, piece)``
-    writes it into ``q`` in canonical bytes."""
+def _following(
+    q: QTensor, piece: QTensor, recompute: Callable[[], QTensor], write: Callable[[QTensor, QTensor], None]
+) -> QTensor:
+    """``piece``, which holds copies of bytes of ``q``, as a view of it. ``recompute()`` takes it anew;
+    ``write(canonical, piece)`` writes it into ``q`` in canonical bytes."""
 
     def back(new: QTensor) -> None:
         canonical = q.canonical()
         write(canonical, new)
         if canonical is not q:
-            q._fill(canonical._arranged(q.byte_layout))
-        q._wrote()
+            q._copy_from(canonical._to_layout(q.byte_layout))
+        q._after_write()
 
     piece._write_back = back
-    q._copies.append((weakref.ref(piece), again))
+    q._copies.append((weakref.ref(piece), recompute))
     return piece
 
 
@@ -194,7 +196,7 @@ def _rebuilt(
     return _assemble(parts, like.scheme, shape, dtype or like.dtype, layout, turned)
 
 
-@on(ATEN, aten.slice.Tensor)
+@implements(ATEN, aten.slice.Tensor)
 def _slice(q: QTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> QTensor:
     dim = _stored_dim(q, dim)
     size = q._stored_shape[dim]
@@ -291,7 +293,7 @@ def _slice_k(q: QTensor, start: int, stop: int, step: int, group_size: int | Non
     return QTensor(packed, along(q.scale), zero_point, q.outer, scheme, shape, q.dtype, "canonical", q.transposed)
 
 
-@on(ATEN, aten.select.int)
+@implements(ATEN, aten.select.int)
 def _select(q: QTensor, dim: int, index: int) -> QTensor:
     stored = _stored_dim(q, dim)
     if stored == len(q._stored_shape) - 1:
@@ -305,17 +307,17 @@ def _select(q: QTensor, dim: int, index: int) -> QTensor:
     return _view_of_rows(q, stored, lambda part, d: part.select(d, index), transposed=q.transposed and not row)
 
 
-@on(ATEN, aten.unbind.int)
+@implements(ATEN, aten.unbind.int)
 def _unbind(q: QTensor, dim: int = 0) -> tuple[QTensor, ...]:
     return tuple(_select(q, dim, i) for i in range(q.shape[dim]))
 
 
-@on(ATEN, aten.index_select.default)
+@implements(ATEN, aten.index_select.default)
 def _index_select(q: QTensor, dim: int, index: Tensor) -> QTensor:
     return _gather(q, dim, lambda part, d: part.index_select(d, index))
 
 
-@on(ATEN, aten.index.Tensor)
+@implements(ATEN, aten.index.Tensor)
 def _index(q: QTensor, indices: Sequence[Tensor | None]) -> QTensor:
     given = [i for i, index in enumerate(indices) if index is not None]
     index = indices[given[0]]
@@ -331,7 +333,7 @@ def _gather(q: QTensor, dim: int, index: Callable[[Tensor, int], Tensor]) -> QTe
     return _index_rows(q, stored, index)
 
 
-@on(ATEN, aten.split.Tensor)
+@implements(ATEN, aten.split.Tensor)
 def _split(q: QTensor, size: int, dim: int = 0) -> tuple[QTensor, ...]:
     length = q.shape[dim]
     if size < 0 or (size == 0 and length):
@@ -339,7 +341,7 @@ def _split(q: QTensor, size: int, dim: int = 0) -> tuple[QTensor, ...]:
     return _pieces(q, dim, [(start, min(start + size, length)) for start in range(0, max(length, 1), max(size, 1))])
 
 
-@on(ATEN, aten.split_with_sizes.default)
+@implements(ATEN, aten.split_with_sizes.default)
 def _split_with_sizes(q: QTensor, sizes: Sequence[int], dim: int = 0) -> tuple[QTensor, ...]:
     if min(sizes, default=0) < 0 or sum(sizes) != q.shape[dim]:
         raise ValueError(f"split sizes must add up to {q.shape[dim]}, got {list(sizes)}")
@@ -356,14 +358,16 @@ def _pieces(q: QTensor, dim: int, ranges: list[tuple[int, int]]) -> tuple[QTenso
     return tuple(_slice_k(q.canonical(), start, stop, 1, finer) for start, stop in ranges)
 
 
-def _same_kind(tensors: Sequence[Tensor], what: str) -> list[QTensor]:
+def _same_kind(tensors: Sequence[Tensor], operation: str) -> list[QTensor]:
     kinds = set()
     for q in tensors:
         if not isinstance(q, QTensor):
-            raise TypeError(f"{what} mixes a QTensor with a float tensor: dequantize it first")
+            raise TypeError(f"{operation} mixes a QTensor with a float tensor: dequantize it first")
         kinds.add((q.scheme, q.transposed))
     if len(kinds) > 1:
-        raise ValueError(f"{what} needs one scheme and orientation, got {', '.join(str(s) for s, _ in kinds)}: requantize first")
+        raise ValueError(
+            f"{operation} needs one scheme and orientation, got {', '.join(str(s) for s, _ in kinds)}: requantize first"
+        )
     return [q.canonical() for q in tensors]  # type: ignore[attr-defined]
 
 
@@ -379,7 +383,7 @@ def _cat_parts(
     return {name: tensors[0]._parts()[name] if name in shared else join([q._parts()[name] for q in tensors]) for name in names}
 
 
-@on(ATEN, aten.cat.default)
+@implements(ATEN, aten.cat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
     qs = _same_kind(tensors, "cat")
     first = qs[0]
@@ -420,7 +424,7 @@ def _cat_k(qs: list[QTensor]) -> QTensor:
     return _rebuilt(first, parts, shape, dtype=_common_dtype(qs))
 
 
-@on(ATEN, aten.stack.default)
+@implements(ATEN, aten.stack.default)
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> QTensor:
     qs = _same_kind(tensors, "stack")
     first = qs[0]

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from lowbit_kernels import inlined
-from lowbit_kernels.ops import own
-from lowbit_kernels.shortcut import signature, watched
+from lowbit_kernels.fast_dispatch import observed, signature
+from lowbit_kernels.ops import detach_view
 
 from .qtensor import QTensor, _with_rows
 from .scheme import Scheme
 from .tensor_ops import _t
-from .tensor_table import ATEN, FUNCTIONS, on
+from .tensor_table import ATEN, FUNCTIONS, implements
 
 __all__ = ["ATEN", "FUNCTIONS", "Activation", "product"]
 
@@ -23,10 +23,10 @@ aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    """The scheme that x is rounded to, and how operators spell it."""
+    """The scheme that x is rounded to, and its canonical name, as operators take it."""
 
     scheme: Scheme
-    spelling: str
+    scheme_str: str
 
 
 def product(
@@ -51,9 +51,9 @@ def product(
     if inlined.active() and activation is not None and input_scale is not None:
         return inlined.quantized_linear(x, *parts, bias, weight.scheme, weight.byte_layout, k, activation.scheme, input_scale)
     if activation is None:
-        return torch.ops.lowbit.linear(x, *parts, bias, weight.spelling, weight.byte_layout)
-    how = (weight.spelling, weight.byte_layout, activation.spelling)
-    return torch.ops.lowbit.quantized_linear(x, *parts, bias, *how, input_scale)
+        return torch.ops.lowbit.linear(x, *parts, bias, weight.scheme_str, weight.byte_layout)
+    settings = (weight.scheme_str, weight.byte_layout, activation.scheme_str)
+    return torch.ops.lowbit.quantized_linear(x, *parts, bias, *settings, input_scale)
 
 
 class _Untrained(torch.autograd.Function):
@@ -74,26 +74,26 @@ def _without_dispatcher(
     x: Tensor, weight: QTensor, bias: Tensor | None, activation: Activation | None, input_scale: Tensor | None
 ) -> Tensor | None:
     """The product by a kernel that was selected before; None where the operator has to be called."""
-    if watched() or (known := signature(x, weight._trains, bias)) is None or inlined.active():
+    if observed() or (known := signature(x, weight._trains, bias)) is None or inlined.active():
         return None
     parts = (weight.packed, weight.scale, weight.zero_point, weight._outer)
-    key = known if activation is None else (known, activation.spelling)
-    run = weight._shortcuts.get(key)
+    key = known if activation is None else (known, activation.scheme_str)
+    run = weight._dispatch.get(key)
     if run is None:
         if len(weight._stored_shape) != 2 or weight.transposed:
             return None
         op, rounds = ("linear", None) if activation is None else ("quantized_linear", activation.scheme)
-        run = weight._shortcuts.find(key, op, weight.byte_layout, weight._stored_shape[-1], weight.scheme, rounds, x, parts, bias)
+        run = weight._dispatch.find(key, op, weight.byte_layout, weight._stored_shape[-1], weight.scheme, rounds, x, parts, bias)
         if run is None:
             return None
     if activation is None:
         y = run(x, *parts, bias, weight.scheme)
     else:
         y = run(x, *parts, bias, weight.scheme, activation.scheme, input_scale)
-    return own(y) if y._is_view() else y
+    return detach_view(y) if y._is_view() else y
 
 
-@on(FUNCTIONS, torch.nn.functional.linear)
+@implements(FUNCTIONS, torch.nn.functional.linear)
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, QTensor) or isinstance(input, QTensor):
         return NotImplemented
@@ -112,7 +112,7 @@ def _as_matrix(row: QTensor) -> QTensor:
     return QTensor(*parts, row.outer, row.scheme, (1, *row._stored_shape), row.dtype, row.byte_layout)
 
 
-@on(FUNCTIONS, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+@implements(FUNCTIONS, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _matmul(a: Tensor, b: Tensor) -> Any:
     # torch would repeat the matrix for each of a batch whose strides it cannot fold.
     if isinstance(b, QTensor) and not isinstance(a, QTensor) and b.dim() == 2 and a.dim() > 2:
@@ -122,7 +122,7 @@ def _matmul(a: Tensor, b: Tensor) -> Any:
     return NotImplemented
 
 
-@on(FUNCTIONS, torch.nn.functional.embedding)
+@implements(FUNCTIONS, torch.nn.functional.embedding)
 def _embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm: Any = None, *rest: Any, **options: Any) -> Any:
     if not isinstance(weight, QTensor):
         return NotImplemented
@@ -132,11 +132,11 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm:
     if inlined.active():
         y = inlined.embedding(input, *parts, weight.scheme, weight.byte_layout, weight.shape[-1], weight.dtype)
     else:
-        y = torch.ops.lowbit.embedding(input, *parts, weight.spelling, weight.byte_layout, weight.shape[-1], weight.dtype)
+        y = torch.ops.lowbit.embedding(input, *parts, weight.scheme_str, weight.byte_layout, weight.shape[-1], weight.dtype)
     return _Untrained.apply(y, weight) if weight._trains and torch.is_grad_enabled() else y
 
 
-@on(ATEN, aten.mm.default)
+@implements(ATEN, aten.mm.default)
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     if isinstance(b, QTensor) and not isinstance(a, QTensor):
         return product(a, _t(b)) if b.transposed else a @ b.dequantize(a.dtype)
@@ -145,7 +145,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     raise NotImplementedError("a product of two QTensors: dequantize one of them")
 
 
-@on(ATEN, aten.addmm.default)
+@implements(ATEN, aten.addmm.default)
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if isinstance(b, QTensor) and b.transposed and beta == alpha == 1 and bias.dim() == 1 and not isinstance(a, QTensor):
         return product(a, _t(b), bias)
@@ -153,6 +153,6 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
     return y if beta == 0 else beta * bias + y  # beta 0 ignores even a NaN in bias, as torch does
 
 
-@on(ATEN, aten.mv.default)
+@implements(ATEN, aten.mv.default)
 def _mv(a: Tensor, b: Tensor) -> Tensor:
     return _mm(a, b[:, None])[:, 0]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formats import Format, format_named
+from .formats import Format, get_format
 from .qtensor import QTensor
 from .scheme import PLAIN_SCALES
 from .tensor_writes import _put, _upright
@@ -31,7 +31,7 @@ def multiply(q: QTensor, factor: Any, inverse: bool = False) -> bool:
     elif old.scheme.scale in PLAIN_SCALES:
         scale = _times(old.scale, factor, inverse)
     else:
-        scale = _coded_times(old.scale, format_named(old.scheme.scale), factor, inverse)
+        scale = _coded_times(old.scale, get_format(old.scheme.scale), factor, inverse)
     if scale is None:
         return False
     _put(q, QTensor(old.packed, scale, old.zero_point, outer, old.scheme, old._stored_shape, old.dtype))

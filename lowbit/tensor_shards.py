@@ -15,14 +15,14 @@ from lowbit_kernels.layouts import LAYOUTS
 from .qtensor import QTensor
 from .tensor_ops import _alias, _rebuilt
 from .tensor_products import Activation, product
-from .tensor_table import ATEN, on
+from .tensor_table import ATEN, implements
 
 __all__ = ["sharded_product"]
 
 aten = torch.ops.aten
 
 
-@on(ATEN, aten.new_zeros.default)
+@implements(ATEN, aten.new_zeros.default)
 def _new_zeros(q: QTensor, size: Sequence[int], **options: Any) -> Tensor:
     """A QTensor of as many columns, of which codes and scales are 0 and ``outer`` is that of ``q``; floats of any other size."""
     if len(size) != 2 or q.dim() != 2 or q.transposed or size[1] != q.shape[1] or options.get("dtype") not in (None, q.dtype):
@@ -36,18 +36,18 @@ def _new_zeros(q: QTensor, size: Sequence[int], **options: Any) -> Tensor:
     return _rebuilt(q, parts, (size[0], size[1]), layout=like.byte_layout)
 
 
-@on(ATEN, aten.as_strided.default)
+@implements(ATEN, aten.as_strided.default)
 def _as_strided(q: QTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> QTensor:
     if tuple(size) != tuple(q.shape) or tuple(stride) != tuple(q.stride()) or storage_offset:
         raise ValueError(f"a QTensor keeps its shape {tuple(q.shape)}, got {tuple(size)} with strides {tuple(stride)}")
     return _alias(q)
 
 
-@on(ATEN, aten.constant_pad_nd.default)
+@implements(ATEN, aten.constant_pad_nd.default)
 def _padded(q: QTensor, pad: Sequence[int], value: float = 0) -> Tensor:
     if any(pad):
         raise ValueError(
-            f"a QTensor {tuple(q.shape)} of {q.spelling} cannot be padded by {list(pad)}: its rows and columns have to "
+            f"a QTensor {tuple(q.shape)} of {q.scheme_str} cannot be padded by {list(pad)}: its rows and columns have to "
             "divide evenly among the processes; leave this layer whole, or dequantize it"
         )
     return _alias(q)
@@ -68,18 +68,19 @@ def sharded_product(x: Any, weight: Any, bias: Any, activation: Activation | Non
     mesh, placements = weight.device_mesh, weight.placements
     if activation is not None and any(placement.is_shard(1) for placement in placements):
         raise ValueError(
-            f"x is rounded to {activation.spelling} with a scale for all columns of a token, and the weight's columns are shared "
+            f"x is rounded to {activation.scheme_str} with a scale for all columns of a token, and the weight's columns are "
+            f"shared "
             f"by processes ({placements}): shard this layer by rows (ColwiseParallel), or quantize it for float activations"
         )
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()] * len(placements), run_check=False)
     last = x.dim() - 1
     wanted, gradients, given = [], [], []
-    for own, theirs in zip(placements, x.placements, strict=True):
-        kept = theirs if theirs.is_shard() and theirs.dim != last else Replicate()
-        wanted.append(Replicate() if own.is_shard(0) else Shard(last) if own.is_shard(1) else kept)
-        gradients.append(Partial() if own.is_shard(0) else wanted[-1])
-        given.append(Shard(last) if own.is_shard(0) else Partial() if own.is_shard(1) else kept)
+    for weight_placement, x_placement in zip(placements, x.placements, strict=True):
+        unsharded = x_placement if x_placement.is_shard() and x_placement.dim != last else Replicate()
+        wanted.append(Replicate() if weight_placement.is_shard(0) else Shard(last) if weight_placement.is_shard(1) else unsharded)
+        gradients.append(Partial() if weight_placement.is_shard(0) else wanted[-1])
+        given.append(Shard(last) if weight_placement.is_shard(0) else Partial() if weight_placement.is_shard(1) else unsharded)
     sums = any(placement.is_partial() for placement in given)
     rows = [placement if placement.is_shard(0) else Replicate() for placement in placements]
     inner = None if bias is None or sums else bias.redistribute(mesh, rows).to_local() if isinstance(bias, DTensor) else bias
@@ -101,13 +102,13 @@ def _by_parts(func: Any) -> Any:
             sent: dict[int, Tensor] = {id(q): q._parts()[name].contiguous() for q in _found(args)}
             result = func(*tree_map_only(QTensor, partial(_given, sent), args), **kwargs)
             written = [(q._parts()[name], sent[id(q)]) for q in _found(args[:1])]
-            apart = any(part is not whole for part, whole in written)
-            if (name != names[-1] or apart) and not _in_order(func, args, kwargs, sent):
+            has_copies = any(part is not target_part for part, target_part in written)
+            if (name != names[-1] or has_copies) and not _in_order(func, args, kwargs, sent):
                 _work(result).wait()
-            for part, whole in written if apart else ():
-                part.copy_(whole)
+            for part, target_part in written if has_copies else ():
+                part.copy_(target_part)
         for q in _found(args[:1]):
-            q._wrote()
+            q._after_write()
         return (args[0], result[1]) if isinstance(result, tuple) else result
 
     return collective

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ATEN", "FUNCTIONS", "OTHERS", "on"]
+__all__ = ["ATEN", "FUNCTIONS", "OTHERS", "implements"]
 
 Handler = Callable[..., Any]
 OTHERS = "others"
@@ -18,7 +18,7 @@ FUNCTIONS: dict[Any, Handler] = {}
 """Functions as a program calls them; a handler that gives ``NotImplemented`` leaves the call to torch."""
 
 
-def on(table: dict[Any, Handler], *keys: Any) -> Callable[[Handler], Handler]:
+def implements(table: dict[Any, Handler], *keys: Any) -> Callable[[Handler], Handler]:
     """Enter the decorated function into ``table`` under each of ``keys``."""
 
     def add(handler: Handler) -> Handler:

@@ -14,14 +14,14 @@ from torch import Tensor
 from .packing import pack_unchecked, unpack
 from .qtensor import QTensor
 from .tensor_ops import _same_kind
-from .tensor_table import ATEN, on
+from .tensor_table import ATEN, implements
 
-__all__ = ["become", "follow_gradients", "write"]
+__all__ = ["set_data", "follow_gradients", "write"]
 
 aten = torch.ops.aten
 
 
-@on(ATEN, aten.copy_.default)
+@implements(ATEN, aten.copy_.default)
 def _copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, QTensor):
         assert isinstance(source, QTensor)
@@ -60,9 +60,9 @@ def rounded(like: QTensor, values: Tensor) -> QTensor:
     if stored.dim() < 2:
         raise ValueError(f"values are rounded into matrices [..., N, K], got {tuple(values.shape)}: write into q[i : i + 1]")
     old, new = _upright(like), QTensor.quantize(stored, like.scheme)
-    kept = _unchanged(old, stored)
-    if like.outer is None or bool(kept.all()):
-        new = _mixed(old, new, kept)
+    unchanged = _unchanged(old, stored)
+    if like.outer is None or bool(unchanged.all()):
+        new = _mixed(old, new, unchanged)
     parts = (new.packed, new.scale, new.zero_point, new.outer)
     return QTensor(*parts, like.scheme, new._stored_shape, like.dtype, transposed=like.transposed)
 
@@ -81,14 +81,14 @@ def _unchanged(old: QTensor, values: Tensor) -> Tensor:
     return padded.unflatten(-1, (-1, group)).all(-1)
 
 
-def _mixed(old: QTensor, new: QTensor, kept: Tensor) -> QTensor:
-    """``old`` where ``kept`` says so, by groups, and ``new`` elsewhere."""
+def _mixed(old: QTensor, new: QTensor, unchanged: Tensor) -> QTensor:
+    """``old`` where ``unchanged`` says so, by groups, and ``new`` elsewhere."""
     k, bits = old._stored_shape[-1], old.scheme.bits
     group = k if old.scheme.group_size == -1 else old.scheme.group_size
-    wide = kept.repeat_interleave(group, -1)[..., :k]
+    wide = unchanged.repeat_interleave(group, -1)[..., :k]
     codes = torch.where(wide, unpack(old.packed, bits, k), unpack(new.packed, bits, k))
-    scale = torch.where(kept, old.scale, new.scale)
-    zero = None if old.zero_point is None else torch.where(kept, old.zero_point, new.zero_point)  # type: ignore[arg-type]
+    scale = torch.where(unchanged, old.scale, new.scale)
+    zero = None if old.zero_point is None else torch.where(unchanged, old.zero_point, new.zero_point)  # type: ignore[arg-type]
     return QTensor(pack_unchecked(codes, bits), scale, zero, old.outer, old.scheme, old._stored_shape, old.dtype)
 
 
@@ -98,17 +98,17 @@ def _put(target: QTensor, source: QTensor) -> None:
     if target.numel() == 0:
         return
     for name in target._shared:
-        mine, theirs = getattr(target, name), getattr(source, name)
-        if mine is not None and not torch.equal(mine, theirs.to(mine.device)):
+        own_part, source_part = getattr(target, name), getattr(source, name)
+        if own_part is not None and not torch.equal(own_part, source_part.to(own_part.device)):
             raise ValueError(
                 f"the {name} of this slice scales values outside it too, and what is written has another: "
                 "write all that share it, or dequantize the whole weight, change it and quantize again"
             )
-    target._fill(source._arranged(target.byte_layout))
-    target._wrote()
+    target._copy_from(source._to_layout(target.byte_layout))
+    target._after_write()
 
 
-def become(target: QTensor, value: Tensor) -> None:
+def set_data(target: QTensor, value: Tensor) -> None:
     """``target.data = value``: hold what ``value`` is from now on; floats are rounded under the scheme of ``target``.
 
     They may be more rows or fewer, as when a vocabulary grows: rows that stay as they were keep their codes.
@@ -126,17 +126,17 @@ def become(target: QTensor, value: Tensor) -> None:
         fitting = rounded(target, value) if value.shape == target.shape else _with_other_rows(target, value.detach())
         new = fitting.to(value.device, value.dtype)
     assert isinstance(new, QTensor)
-    target._tell()
-    readers, keeps, trains = target.readers, target.keeps_layout, target._trains
-    new = new._arranged(target.byte_layout) if keeps else new
-    alike = (new.dtype, new.device, new.shape) == (target.dtype, target.device, target.shape)
-    if alike and new.stride() == target.stride():
-        target._take(new)
+    target._notify_fused()
+    readers, pins, trains = target.readers, target.pins_layout, target._trains
+    new = new._to_layout(target.byte_layout) if pins else new
+    same_kind = (new.dtype, new.device, new.shape) == (target.dtype, target.device, target.shape)
+    if same_kind and new.stride() == target.stride():
+        target._become(new)
     else:
         named: Any = torch.nn.Parameter(new, target.requires_grad) if isinstance(target, torch.nn.Parameter) else new
         torch.utils.swap_tensors(target, named)
-    target.readers, target.keeps_layout, target._trains = readers, keeps, trains
-    target.settle_()
+    target.readers, target.pins_layout, target._trains = readers, pins, trains
+    target.relayout_()
 
 
 def _with_other_rows(target: QTensor, values: Tensor) -> QTensor:
@@ -145,8 +145,8 @@ def _with_other_rows(target: QTensor, values: Tensor) -> QTensor:
     if target.outer is not None:
         return QTensor.quantize(values, target.scheme)
     first: Any = _upright(target)[:n]
-    kept: Any = rounded(first, values[:n])
+    unchanged: Any = rounded(first, values[:n])
     if n < len(values):
-        kept = torch.cat([kept, QTensor.quantize(values[n:].to(kept.device), target.scheme).to(kept.dtype)])
-    assert isinstance(kept, QTensor)
-    return kept
+        unchanged = torch.cat([unchanged, QTensor.quantize(values[n:].to(unchanged.device), target.scheme).to(unchanged.dtype)])
+    assert isinstance(unchanged, QTensor)
+    return unchanged

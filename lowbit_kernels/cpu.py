@@ -2,7 +2,7 @@
 
 The library is loaded when a call first asks for it. It takes a format and the format of the scales as tables of
 numbers, so it runs every format, those that are added at run time too. Where the processor has AVX2 or AVX-512, weights
-whose numbers are small integers times a power of two are multiplied with digits of x.
+whose numbers are small integers times a power of two are multiplied with limbs of x.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import torch
 from torch import Tensor
 
 from lowbit.decoding import INTEGERS
-from lowbit.formats import FORMATS, Format, FormatsThat
+from lowbit.formats import FORMATS, Format, FormatSet
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
-from .bound import Bound, Product, direct, prepared
 from .build import CPU
+from .prepared_call import Product, SchemeBound, direct, prepared
 from .registry import Call, Kernel, register
 
 _ROWS = 64  # of x that a kernel takes at once
 
 __all__ = [
-    "OF_DIGITS",
+    "SPLIT_INT8",
     "are_integers",
     "are_small_integers",
     "available",
-    "by_digits",
-    "by_one_digit",
+    "split_int8",
+    "int8_activations",
     "byte_table",
-    "digits_linear",
+    "split_int8_gemv",
     "linear",
     "number_table",
-    "other_activation",
+    "refuse_activation",
     "quantized_linear",
-    "told",
-    "two_digits_linear",
+    "operator_args",
+    "split_int8x2_gemv",
 ]
 
 
@@ -67,56 +67,56 @@ def byte_table(name: str) -> Tensor:
     return torch.nn.functional.pad(values, (0, 256 - values.numel())) if values.numel() < 256 else values
 
 
-@Bound
+@SchemeBound
 def linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for few rows of ``x``: exact integers times x in float32, rounded once at the end."""
-    multiply, how = direct(torch.ops.lowbit_cpu.linear.default), told(scheme)
+    multiply, args = direct(torch.ops.lowbit_cpu.linear.default), operator_args(scheme)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
     ) -> Tensor:
-        return multiply(x, packed, scale, zero, outer, bias, *how)
+        return multiply(x, packed, scale, zero, outer, bias, *args)
 
     return product
 
 
-@Bound
-def digits_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times three digits of ``x``."""
-    return by_digits(scheme, 3)
+@SchemeBound
+def split_int8_gemv(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times three limbs of ``x``."""
+    return split_int8(scheme, 3)
 
 
-@Bound
-def two_digits_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times two digits of ``x``."""
-    return by_digits(scheme, 2)
+@SchemeBound
+def split_int8x2_gemv(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times two limbs of ``x``."""
+    return split_int8(scheme, 2)
 
 
-def told(scheme: Scheme) -> tuple[Tensor, Tensor | None, int]:
+def operator_args(scheme: Scheme) -> tuple[Tensor, Tensor | None, int]:
     """What the operators are told of a scheme: the numbers of the codes and of scales that are codes, and the group size."""
     scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
     return number_table(scheme.format), scales, scheme.group_size
 
 
-def by_digits(scheme: Scheme, digits: int, interleaved: bool = False) -> Product:
-    """The product by so many digits of ``x``, of weights that are canonical or interleaved."""
+def split_int8(scheme: Scheme, limbs: int, interleaved: bool = False) -> Product:
+    """The product by so many limbs of ``x``, of weights that are canonical or interleaved."""
     ops = torch.ops.lowbit_cpu
-    linear, check, again = ops.digits_linear.default, ops.digits_prepared.default, ops.prepared_linear.default
-    return prepared(linear, check, again, *told(scheme), digits, interleaved=interleaved)
+    linear, check, launch = ops.split_int8_gemv.default, ops.split_int8_gemv_prepare.default, ops.prepared_linear.default
+    return prepared(linear, check, launch, *operator_args(scheme), limbs, interleaved=interleaved)
 
 
-def _digits_available() -> str | None:
-    """Why this processor cannot multiply digits, with the remedy; None if it can."""
+def _split_int8_available() -> str | None:
+    """Why this processor cannot multiply limbs, with the remedy; None if it can."""
     if (missing := CPU.missing()) is not None:
         return missing
-    if torch.ops.lowbit_cpu.takes_digits(number_table("int8"), False):
+    if torch.ops.lowbit_cpu.supports_split_int8(number_table("int8"), False):
         return None
     if (forced := os.environ.get("LOWBIT_CPU", "")) not in ("", "avx512", "avx2"):
         return f"LOWBIT_CPU={forced} leaves AVX2 out: cpu_gemv takes every instruction set"
     return "the processor has no AVX2: cpu_gemv takes every processor"
 
 
-def _columns_of_a_lane(bits: int) -> int:
+def _columns_per_lane(bits: int) -> int:
     """Columns whose products one sum of the kernel holds: it takes as many at a time as make the widest plane four
     bytes for each sum."""
     return 4 * (8 >> (bits.bit_length() - 1))
@@ -129,7 +129,7 @@ def are_small_integers(fmt: Format) -> bool:
     if fmt.bits < 2 or not all(map(math.isfinite, values)):
         return False
     scaled = next(([v * 2**log for v in values] for log in range(9) if all((v * 2**log).is_integer() for v in values)), None)
-    if scaled is None or max(map(abs, scaled)) * _columns_of_a_lane(fmt.bits) > 512:
+    if scaled is None or max(map(abs, scaled)) * _columns_per_lane(fmt.bits) > 512:
         return False
     return (fmt.bits <= 6 and max(scaled) - min(scaled) <= 127) or are_integers(fmt)
 
@@ -139,63 +139,63 @@ def are_integers(fmt: Format) -> bool:
     return fmt.decoding.kind == INTEGERS and 2**-8 <= fmt.decoding.factor <= 1
 
 
-def _quicker(dots: Callable[[int], int], floats: dict[str, int]) -> Callable[[Call], str | None]:
-    """The row for more rows of x than are quicker with one of this file: for ``dots(bits)`` rows of bfloat16 and more where the
-    processor has dot products of it; for more of float32 than ``floats`` says of the instruction set."""
+def _defer_to(bf16_dot_from: Callable[[int], int], dequant_above: dict[str, int]) -> Callable[[Call], str | None]:
+    """The row that is faster for many rows of x: for ``bf16_dot_from(bits)`` rows of bfloat16 and more where the
+    processor has dot products of it; for more of float32 than ``dequant_above`` says of the instruction set."""
 
     def row(call: Call) -> str | None:
         instructions = torch.ops.lowbit_cpu.instructions()
-        if call.dtype == torch.bfloat16 and torch.ops.lowbit_cpu.has_dots():
-            return "cpu_dots" if call.m >= dots(call.scheme.bits) else None
-        if call.m > (floats[instructions] if call.dtype == torch.float32 or instructions == "portable" else _ROWS):
-            return "cpu_panels"
+        if call.dtype == torch.bfloat16 and torch.ops.lowbit_cpu.has_bf16_dot():
+            return "cpu_bf16_dot_gemm" if call.m >= bf16_dot_from(call.scheme.bits) else None
+        if call.m > (dequant_above[instructions] if call.dtype == torch.float32 or instructions == "portable" else _ROWS):
+            return "cpu_dequant_gemm"
         return None
 
     return row
 
 
-def _dots_beside_digits(bits: int) -> int:
-    """Rows of bfloat16 from which dot products of it take less time than digits: the more, the longer codes take to become
-    numbers of 16 bits beside products, and the more digits meet in one register of codes."""
+def _bf16_dot_crossover(bits: int) -> int:
+    """Rows of bfloat16 from which dot products of it take less time than limbs: the more, the longer codes take to become
+    numbers of 16 bits beside products, and the more limbs meet in one register of codes."""
     return {8: 12, 4: 14, 3: 24, 2: 24}.get(bits, 15)
 
 
-OF_DIGITS = Kernel(
-    "cpu_digits",
+SPLIT_INT8 = Kernel(
+    "cpu_split_int8x3_gemv",
     "linear",
-    digits_linear,
-    "exact digits",
+    split_int8_gemv,
+    "split-int8 (3 limbs)",
     devices=frozenset({"cpu"}),
     zero_points=frozenset({"none", "int"}),
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     m=(1, _ROWS),
-    quicker=_quicker(_dots_beside_digits, {"avx512": 64, "avx2": 32}),
-    formats=FormatsThat(are_small_integers),
+    defer_to=_defer_to(_bf16_dot_crossover, {"avx512": 64, "avx2": 32}),
+    formats=FormatSet(are_small_integers),
     groups=lambda size: None if size == -1 or size % 16 == 0 else "takes multiples of 16, or the whole row",
     tiles=((4, 4, 128), (2, 8, 256)),
-    available=_digits_available,
+    available=_split_int8_available,
 )
 register(
     replace(
-        OF_DIGITS,
-        name="cpu_two_digits",
-        run=two_digits_linear,
-        contract="two digits",
+        SPLIT_INT8,
+        name="cpu_split_int8x2_gemv",
+        run=split_int8x2_gemv,
+        contract="split-int8 (2 limbs)",
         dtypes=frozenset({torch.bfloat16, torch.float16}),
     )
 )
-register(OF_DIGITS)
+register(SPLIT_INT8)
 
 
-@Bound
+@SchemeBound
 def quantized_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one digit."""
-    return by_one_digit(scheme)
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one limb."""
+    return int8_activations(scheme)
 
 
-def by_one_digit(scheme: Scheme, interleaved: bool = False) -> Product:
+def int8_activations(scheme: Scheme, interleaved: bool = False) -> Product:
     """The product of :func:`quantized_linear`, of weights that are canonical or interleaved."""
-    multiply = by_digits(scheme, 1, interleaved)
+    multiply = split_int8(scheme, 1, interleaved)
 
     def product(
         x: Tensor,
@@ -214,20 +214,20 @@ def by_one_digit(scheme: Scheme, interleaved: bool = False) -> Product:
     return product
 
 
-def other_activation(call: Call) -> str | None:
+def refuse_activation(call: Call) -> str | None:
     return None if str(call.activation) == "int8:row:fp32" else f"activation: takes int8:row:fp32, got {call.activation}"
 
 
 register(
     replace(
-        OF_DIGITS,
-        name="cpu_int8_activations",
+        SPLIT_INT8,
+        name="cpu_a8_gemv",
         op="quantized_linear",
         run=quantized_linear,
         contract="exact",
         m=(1, None),
-        quicker=lambda call: "cpu_int_mm" if call.m > 16 else None,
-        also=other_activation,
+        defer_to=lambda call: "cpu_w8a8_gemm" if call.m > 16 else None,
+        predicate=refuse_activation,
     )
 )
 register(
@@ -239,7 +239,7 @@ register(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         m=(1, _ROWS),
-        quicker=_quicker(lambda bits: 3, {"avx512": 32, "avx2": 24, "portable": 8}),
+        defer_to=_defer_to(lambda bits: 3, {"avx512": 32, "avx2": 24, "portable": 8}),
         tiles=((8, 8, 32),),
         available=available,
     )

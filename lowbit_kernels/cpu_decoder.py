@@ -1,4 +1,4 @@
-"""A step of few tokens through whole decoder layers on a CPU: its products by digits, and what lies between them, in one call.
+"""A step of few tokens through whole decoder layers on a CPU: its products by limbs, and what lies between them, in one call.
 
 Each product is one of the rows of :mod:`.cpu` and :mod:`.cpu_interleaved`, and everything between them is rounded to the dtype of
 ``x`` where torch's modules round it, so that a step differs from those in the order of its sums alone: norms and attention in
@@ -16,22 +16,22 @@ from torch import Tensor
 
 from lowbit.scheme import Scheme
 
-from .bound import direct
 from .cpu import available as library_available
-from .cpu import told
+from .cpu import operator_args
+from .prepared_call import direct
 from .registry import Kernel
 
 __all__ = ["LARGEST_HEAD", "Layer", "Product", "available", "prepared", "reference_step", "steps"]
 
 LARGEST_HEAD = 256
-# (digits of x, whether the weight is interleaved) of the rows that a step multiplies with.
+# (limbs of x, whether the weight is interleaved) of the rows that a step multiplies with.
 _ROWS = {
-    "cpu_two_digits": (2, False),
-    "cpu_digits": (3, False),
-    "cpu_int8_activations": (1, False),
-    "cpu_interleaved_two_digits": (2, True),
-    "cpu_interleaved_digits": (3, True),
-    "cpu_interleaved_int8_activations": (1, True),
+    "cpu_split_int8x2_gemv": (2, False),
+    "cpu_split_int8x3_gemv": (3, False),
+    "cpu_a8_gemv": (1, False),
+    "cpu_interleaved_split_int8x2_gemv": (2, True),
+    "cpu_interleaved_split_int8x3_gemv": (3, True),
+    "cpu_interleaved_a8_gemv": (1, True),
 }
 
 
@@ -75,16 +75,18 @@ class Layer:
 def prepared(layer: Layer, kernels: Sequence[Kernel]) -> tuple[Tensor, ...] | None:
     """``layer`` as :func:`steps` takes it, behind what has to be kept with it, as the tensors of ``layer`` have.
 
-    None where one of ``kernels``, which the products run on, is not by digits, or a weight cannot be read where it lies."""
+    None where one of ``kernels``, which the products run on, is not by limbs, or a weight cannot be read where it lies."""
     made = []
     for product, kernel in zip(layer.products, kernels, strict=True):
         if kernel.name not in _ROWS:
             return None
-        digits, interleaved = _ROWS[kernel.name]
+        limbs, interleaved = _ROWS[kernel.name]
         parts = (product.packed, product.scale, product.zero_point, product.outer, product.bias)
         x = torch.empty(0, product.k, dtype=layer.norms[0].dtype)
         made.append(
-            torch.ops.lowbit_cpu.digits_prepared(x, *parts, *told(product.scheme), digits, product.input_scale, interleaved)
+            torch.ops.lowbit_cpu.split_int8_gemv_prepare(
+                x, *parts, *operator_args(product.scheme), limbs, product.input_scale, interleaved
+            )
         )
         if not made[-1].numel():
             return None
@@ -104,7 +106,7 @@ def steps(
     places: int,
     mask: Tensor | None,
 ) -> Tensor | str:
-    """``x`` [B, T, K] through ``layers``; or why not: numbers without digits (NaN, infinity), or tensors that do not fit.
+    """``x`` [B, T, K] through ``layers``; or why not: numbers without limbs (NaN, infinity), or tensors that do not fit.
 
     ``turns``: cosines and sines [B or 1, T, D]. ``keys`` and ``values`` of each layer [B, H, P, D], in which those of ``x`` are
     written from place ``past`` on, and whose first ``places`` are looked at, as far as ``mask`` [B or 1, 1, T or 1, places] lets
@@ -112,7 +114,7 @@ def steps(
     y: Tensor = direct(torch.ops.lowbit_cpu.decoder_steps.default)(x, list(layers), *turns, keys, values, past, places, mask)
     if (dimensions := y.dim()) == 3:
         return y
-    return "x has no digits" if dimensions == 1 else "shapes or dtypes of a cache, a mask or position_embeddings"
+    return "x has no limbs" if dimensions == 1 else "shapes or dtypes of a cache, a mask or position_embeddings"
 
 
 # ---- the same in torch ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Rows for weights in the layout ``interleaved``, in which one row of x takes least time: by digits of it, where numbers are
+"""Rows for weights in the layout ``interleaved``, in which one row of x takes least time: by limbs of it, where numbers are
 integers or those of four bits, on processors with AVX2 or AVX-512. What other rows read, blocks of canonical rows, is restored
 as they go."""
 
@@ -9,47 +9,47 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowbit.formats import Format, FormatsThat
+from lowbit.formats import Format, FormatSet
 from lowbit.scheme import Scheme
 
-from .bound import Bound, Product
-from .cpu import OF_DIGITS, are_integers, are_small_integers, available, by_digits, by_one_digit, other_activation
-from .cpu_panels import by_dots, by_panels, checked_indices, dots_available
-from .cpu_panels import dequantize as dequantize_rows
+from .cpu import SPLIT_INT8, are_integers, are_small_integers, available, int8_activations, refuse_activation, split_int8
+from .cpu_dequant_gemm import bf16_dot_available, bf16_dot_product, checked_indices, dequant_gemm_product
+from .cpu_dequant_gemm import dequantize as dequantize_rows
 from .interleaved import ROWS, rows
+from .prepared_call import Product, SchemeBound
 from .registry import Call, Kernel, register
 
-__all__ = ["dequantize", "digits_linear", "dots_linear", "embedding", "panels_linear", "quantized_linear", "two_digits_linear"]
+__all__ = ["dequantize", "split_int8_gemv", "bf16_dot_gemm", "embedding", "dequant_gemm", "quantized_linear", "split_int8x2_gemv"]
 
 
-@Bound
-def digits_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times three digits of ``x``."""
-    return by_digits(scheme, 3, interleaved=True)
+@SchemeBound
+def split_int8_gemv(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times three limbs of ``x``."""
+    return split_int8(scheme, 3, interleaved=True)
 
 
-@Bound
-def two_digits_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times two digits of ``x``."""
-    return by_digits(scheme, 2, interleaved=True)
+@SchemeBound
+def split_int8x2_gemv(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` for few rows of ``x``: exact integers times two limbs of ``x``."""
+    return split_int8(scheme, 2, interleaved=True)
 
 
-@Bound
+@SchemeBound
 def quantized_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one digit."""
-    return by_one_digit(scheme, interleaved=True)
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one limb."""
+    return int8_activations(scheme, interleaved=True)
 
 
-@Bound
-def dots_linear(scheme: Scheme) -> Product:
+@SchemeBound
+def bf16_dot_gemm(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` with the weight dequantized to bfloat16, on the processor's dot products of it."""
-    return by_dots(scheme, interleaved=True)
+    return bf16_dot_product(scheme, interleaved=True)
 
 
-@Bound
-def panels_linear(scheme: Scheme) -> Product:
+@SchemeBound
+def dequant_gemm(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``, a panel of rows at a time."""
-    return by_panels(scheme, interleaved=True)
+    return dequant_gemm_product(scheme, interleaved=True)
 
 
 def dequantize(
@@ -80,38 +80,38 @@ def _groups(size: int) -> str | None:
     return None if size == -1 or size % 32 == 0 else "takes multiples of 32, or the whole row"
 
 
-def _quicker(call: Call) -> str | None:
+def _defer_to(call: Call) -> str | None:
     """The row for as many rows of bfloat16 as take less time by dot products of it."""
-    return "cpu_interleaved_dots" if call.m >= 32 and call.dtype == torch.bfloat16 else None
+    return "cpu_interleaved_bf16_dot_gemm" if call.m >= 32 and call.dtype == torch.bfloat16 else None
 
 
-def _kept_so(fmt: Format) -> bool:
+def _is_interleaved(fmt: Format) -> bool:
     return are_small_integers(fmt) and (fmt.bits == 4 or are_integers(fmt))
 
 
-_FORMATS = FormatsThat(_kept_so)
+_FORMATS = FormatSet(_is_interleaved)
 _FEW = replace(
-    OF_DIGITS,
-    name="cpu_interleaved_digits",
-    run=digits_linear,
+    SPLIT_INT8,
+    name="cpu_interleaved_split_int8x3_gemv",
+    run=split_int8_gemv,
     layout="interleaved",
     formats=_FORMATS,
     groups=_groups,
-    quicker=_quicker,
+    defer_to=_defer_to,
     multiples=(ROWS, 32),
     tiles=((4, ROWS, 32), (2, ROWS, 512)),
 )
 _MANY = Kernel(
-    "cpu_interleaved_panels",
+    "cpu_interleaved_dequant_gemm",
     "linear",
-    panels_linear,
+    dequant_gemm,
     "weights rounded once",
     devices=frozenset({"cpu"}),
     layout="interleaved",
     formats=_FORMATS,
-    zero_points=OF_DIGITS.zero_points,
+    zero_points=SPLIT_INT8.zero_points,
     groups=_groups,
-    dtypes=OF_DIGITS.dtypes,
+    dtypes=SPLIT_INT8.dtypes,
     m=(1, None),
     multiples=(ROWS, 32),
     tiles=((16, ROWS, 32),),
@@ -120,25 +120,31 @@ _MANY = Kernel(
 for _row in (
     replace(
         _FEW,
-        name="cpu_interleaved_two_digits",
-        run=two_digits_linear,
-        contract="two digits",
+        name="cpu_interleaved_split_int8x2_gemv",
+        run=split_int8x2_gemv,
+        contract="split-int8 (2 limbs)",
         dtypes=frozenset({torch.bfloat16, torch.float16}),
     ),
     _FEW,
     replace(
         _FEW,
-        name="cpu_interleaved_int8_activations",
+        name="cpu_interleaved_a8_gemv",
         op="quantized_linear",
         run=quantized_linear,
         contract="exact",
         m=(1, None),
         # Torch's own product of int8 takes canonical rows, and less time for many rows of x.
-        formats=FormatsThat(lambda fmt: _kept_so(fmt) and fmt.name != "int8"),
-        quicker=lambda call: None,
-        also=other_activation,
+        formats=FormatSet(lambda fmt: _is_interleaved(fmt) and fmt.name != "int8"),
+        defer_to=lambda call: None,
+        predicate=refuse_activation,
     ),
-    replace(_MANY, name="cpu_interleaved_dots", run=dots_linear, dtypes=frozenset({torch.bfloat16}), available=dots_available),
+    replace(
+        _MANY,
+        name="cpu_interleaved_bf16_dot_gemm",
+        run=bf16_dot_gemm,
+        dtypes=frozenset({torch.bfloat16}),
+        available=bf16_dot_available,
+    ),
     _MANY,
     replace(_MANY, name="cpu_interleaved_dequantize", op="dequantize", run=dequantize, m=(0, None), tiles=()),
     replace(_MANY, name="cpu_interleaved_embedding", op="embedding", run=embedding, m=(0, None), tiles=()),

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowbit.formats import FormatsThat
+from lowbit.formats import FormatSet
 from lowbit.packing import packed_size
 from lowbit.scales import choose
 from lowbit.scheme import PLAIN_SCALES, Scheme
@@ -54,7 +54,7 @@ def _refuse(w: Tensor, scheme: Scheme, method: str) -> None:
     raise ValueError("a weight that is quantized must be finite, and this one holds NaN or infinity: remove them first")
 
 
-def _also(call: Call) -> str | None:
+def _predicate(call: Call) -> str | None:
     return None if call.method in (None, "range", "absmax") else f"method: takes range and absmax, got {call.method}"
 
 
@@ -65,11 +65,11 @@ register(
         quantize,
         "round to nearest",
         devices=frozenset({"cpu"}),
-        formats=FormatsThat(lambda fmt: fmt.step == 1 and fmt.nan is None and fmt.bits > 1),
+        formats=FormatSet(lambda fmt: fmt.step == 1 and fmt.nan is None and fmt.bits > 1),
         zero_points=frozenset({"none", "int"}),
         scales=frozenset(PLAIN_SCALES),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        also=_also,
+        predicate=_predicate,
         available=available,
     )
 )

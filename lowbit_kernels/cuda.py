@@ -14,11 +14,11 @@ from torch import Tensor
 from lowbit.decoding import FLOATS, INTEGERS
 from lowbit.scheme import Scheme
 
-from .bound import Bound, Product, direct, prepared
 from .build import CUDA
+from .prepared_call import Product, SchemeBound, direct, prepared
 from .registry import ALL_PLAIN_SCALES, Call, Kernel, register
 
-__all__ = ["available", "dequantized_linear", "digits_linear", "gemm_linear", "halves_linear", "linear"]
+__all__ = ["available", "dequant_gemm", "split_int8_gemv", "mixed_gemm", "skinny_gemm", "linear"]
 
 
 def available() -> str | None:
@@ -30,21 +30,21 @@ def available() -> str | None:
     return CUDA.missing()
 
 
-@Bound
+@SchemeBound
 def linear(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most eight rows of ``x``: exact integers times x in float32, rounded once at the end."""
-    multiply, how = direct(torch.ops.lowbit_cuda.linear.default), (scheme.bits, scheme.fmt.signed, scheme.group_size)
+    multiply, args = direct(torch.ops.lowbit_cuda.linear.default), (scheme.bits, scheme.fmt.signed, scheme.group_size)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
     ) -> Tensor:
-        return multiply(x, packed, scale, zero, bias, *how)
+        return multiply(x, packed, scale, zero, bias, *args)
 
     return product
 
 
 def _kind(scheme: Scheme) -> int:
-    """How to decode a weight, as ``Kind`` of csrc/cuda/host.h reads it: one number, since each argument costs host time."""
+    """The decoding of a weight in one number, as ``PackedFormat`` of csrc reads it: each argument costs host time."""
     found, bits, is_e8m0 = scheme.fmt.decoding, scheme.bits, scheme.scale == "e8m0"
     # Bits of a float's exponent, 0 for integers, -1 for a table; and the powers of 1/2 that integers are times.
     exponent = {INTEGERS: 0, FLOATS: bits - 1 - found.mantissa}.get(found.kind, -1)
@@ -53,33 +53,33 @@ def _kind(scheme: Scheme) -> int:
     return int(fields | (scheme.group_size + 1) << 16)
 
 
-@Bound
-def digits_linear(scheme: Scheme) -> Product:
+@SchemeBound
+def split_int8_gemv(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for one or two rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
     ops = torch.ops.lowbit_cuda
-    of = ops.digits_linear.default, ops.digits_prepared.default, ops.prepared_linear.default
+    of = ops.split_int8_gemv.default, ops.split_int8_gemv_prepare.default, ops.prepared_linear.default
     return prepared(*of, _kind(scheme))
 
 
-@Bound
-def halves_linear(scheme: Scheme) -> Product:
+@SchemeBound
+def skinny_gemm(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most sixteen rows of ``x`` and a weight in tiles: 16-bit floats on the tensor cores."""
     ops = torch.ops.lowbit_cuda
-    of = ops.halves_linear.default, ops.halves_prepared.default, ops.prepared_linear.default
+    of = ops.skinny_gemm.default, ops.skinny_gemm_prepare.default, ops.prepared_linear.default
     return prepared(*of, _kind(scheme))
 
 
-@Bound
-def gemm_linear(scheme: Scheme) -> Product:
+@SchemeBound
+def mixed_gemm(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for many rows of ``x`` and a weight in tiles: 16-bit floats on Hopper's tensor cores."""
-    multiply, how = direct(torch.ops.lowbit_cuda.tiles_linear.default), (scheme.format, scheme.scale, scheme.group_size)
+    multiply, args = direct(torch.ops.lowbit_cuda.mixed_gemm.default), (scheme.format, scheme.scale, scheme.group_size)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
     ) -> Tensor:
         if x.shape[-1] % 8:  # rows that are copied begin on 16 bytes; what is beyond K meets zeros
             x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
-        return multiply(x, packed, scale, zero, outer, bias, *how)
+        return multiply(x, packed, scale, zero, outer, bias, *args)
 
     return product
 
@@ -87,27 +87,27 @@ def gemm_linear(scheme: Scheme) -> Product:
 _CHUNK = 1 << 25  # bytes of a dequantized weight at a time: they stay in the second-level cache of the large GPUs
 
 
-def dequantized_linear(
+def dequant_gemm(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
 ) -> Tensor:
     """``x @ W.T + bias`` for very many rows of ``x`` and a weight in tiles: torch's own product, some dequantized rows of the
     weight at a time."""
-    (n, k), how = (packed.shape[0], x.shape[-1]), (scheme.format, scheme.scale, scheme.group_size)
-    most = max(_CHUNK // (2 * max(k, 1)) // 128, 1) * 128
-    dense = x.new_empty(min(n, most), k)
-    if n <= most:
-        torch.ops.lowbit_cuda.tiles_dequantize(dense, packed, scale, zero, outer, *how)
+    (n, k), args = (packed.shape[0], x.shape[-1]), (scheme.format, scheme.scale, scheme.group_size)
+    max_rows = max(_CHUNK // (2 * max(k, 1)) // 128, 1) * 128
+    dense = x.new_empty(min(n, max_rows), k)
+    if n <= max_rows:
+        torch.ops.lowbit_cuda.fragment_dequantize(dense, packed, scale, zero, outer, *args)
         return torch.nn.functional.linear(x, dense, bias)
     rows, y = x.reshape(-1, k), x.new_empty(*x.shape[:-1], n)
     columns = y.view(-1, n)
-    for first in range(0, n, most):
+    for first in range(0, n, max_rows):
         part = dense[: n - first]
-        torch.ops.lowbit_cuda.tiles_dequantize(part, packed, scale, zero, outer, *how, first)
-        out = columns[:, first : first + most]
+        torch.ops.lowbit_cuda.fragment_dequantize(part, packed, scale, zero, outer, *args, first)
+        out = columns[:, first : first + max_rows]
         if bias is None:
             torch.mm(rows, part.t(), out=out)
         else:
-            torch.addmm(bias[first : first + most], rows, part.t(), out=out)
+            torch.addmm(bias[first : first + max_rows], rows, part.t(), out=out)
     return y
 
 
@@ -131,20 +131,20 @@ _INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 3
 _FP4 = frozenset({"fp4_e2m1"})
 _E8M0, _E4M3 = frozenset({"e8m0"}), frozenset({"fp8_e4m3fn", "fp8_e4m3fn+outer"})
 for _name, _formats, _scales, _groups, _most in (
-    ("cuda_tiles_digits", _INTEGERS, ALL_PLAIN_SCALES, _tile_groups, 2),
-    ("cuda_tiles_digits_mx", frozenset({"int8", "mxint8"}), _E8M0, _groups_of(32), 2),
-    ("cuda_tiles_digits_fp4", _FP4, ALL_PLAIN_SCALES, _tile_groups, 1),
-    ("cuda_tiles_digits_mxfp4", _FP4, _E8M0, _groups_of(32), 1),
-    ("cuda_tiles_digits_nvfp4", _FP4, _E4M3, _groups_of(16), 1),
+    ("cuda_split_int8_gemv_int", _INTEGERS, ALL_PLAIN_SCALES, _tile_groups, 2),
+    ("cuda_split_int8_gemv_mxint8", frozenset({"int8", "mxint8"}), _E8M0, _groups_of(32), 2),
+    ("cuda_split_int8_gemv_fp4", _FP4, ALL_PLAIN_SCALES, _tile_groups, 1),
+    ("cuda_split_int8_gemv_mxfp4", _FP4, _E8M0, _groups_of(32), 1),
+    ("cuda_split_int8_gemv_nvfp4", _FP4, _E4M3, _groups_of(16), 1),
 ):
     register(
         Kernel(
             _name,
             "linear",
-            digits_linear,
-            "exact digits",
+            split_int8_gemv,
+            "split-int8 (3 limbs)",
             devices=frozenset({"cuda"}),
-            layout="tiles",
+            layout="mma_fragment",
             formats=_formats,
             zero_points=frozenset({"none", "int"}),
             scales=_scales,
@@ -160,21 +160,21 @@ _INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range
 _FLOATS = frozenset({"fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"})
 # Hopper's own rows are the first: from nine rows of x on they are the faster ones.
 for _name, _formats, _scales, _groups in (
-    ("cuda_tiles_halves", _INTEGERS | _FLOATS | {"nf4"}, ALL_PLAIN_SCALES, _tile_groups),
-    ("cuda_tiles_halves_mx", _FLOATS | {"int8", "mxint8"}, _E8M0, _groups_of(32)),
-    ("cuda_tiles_halves_nv", _FP4, _E4M3, _groups_of(16)),
+    ("cuda_skinny_gemm", _INTEGERS | _FLOATS | {"nf4"}, ALL_PLAIN_SCALES, _tile_groups),
+    ("cuda_skinny_gemm_mx", _FLOATS | {"int8", "mxint8"}, _E8M0, _groups_of(32)),
+    ("cuda_skinny_gemm_nvfp4", _FP4, _E4M3, _groups_of(16)),
 ):
     for _rows, _contract in (
         (((9, 64), "exact"), ((65, None), "weights rounded once")) if _scales is ALL_PLAIN_SCALES else (((9, None), "exact"),)
     ):
         register(
             Kernel(
-                _name.replace("halves", "gemm") + ("_rounded" if _contract != "exact" else ""),
+                _name.replace("skinny_gemm", "mixed_gemm") + ("_rounded" if _contract != "exact" else ""),
                 "linear",
-                gemm_linear,
+                mixed_gemm,
                 _contract,
                 devices=frozenset({"cuda"}),
-                layout="tiles",
+                layout="mma_fragment",
                 formats=_formats,
                 zero_points=frozenset({"none", "int"}),
                 scales=_scales,
@@ -183,18 +183,18 @@ for _name, _formats, _scales, _groups in (
                 m=_rows,
                 arch=90,
                 available=available,
-                also=_only_hopper,
+                predicate=_only_hopper,
                 tiles=((16, 128, 512), (32, 128, 256), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
             )
         )
     register(
         Kernel(
-            _name.replace("halves", "dequantized"),
+            _name.replace("skinny_gemm", "dequant_gemm"),
             "linear",
-            dequantized_linear,
+            dequant_gemm,
             "weights rounded once",
             devices=frozenset({"cuda"}),
-            layout="tiles",
+            layout="mma_fragment",
             formats=_formats,
             zero_points=frozenset({"none", "int"}),
             scales=_scales,
@@ -210,10 +210,10 @@ for _name, _formats, _scales, _groups in (
         Kernel(
             _name,
             "linear",
-            halves_linear,
+            skinny_gemm,
             "exact",
             devices=frozenset({"cuda"}),
-            layout="tiles",
+            layout="mma_fragment",
             formats=_formats,
             zero_points=frozenset({"none", "int"}),
             scales=_scales,

@@ -15,12 +15,12 @@ from lowbit.scheme import Scheme
 from .cuda import available
 from .registry import ALL_PLAIN_SCALES, Call, Kernel, register
 
-__all__ = ["eights_linear"]
+__all__ = ["w8a8_linear"]
 
 _MOST_COLUMNS = 8 * ((1 << 17) - 128)  # eight blocks share a row, and each sums fewer than 2^17 products of int8
 
 
-def eights_linear(
+def w8a8_linear(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
@@ -36,7 +36,7 @@ def eights_linear(
         bias = bias.to(x.dtype)
     if input_scale is not None:
         input_scale = input_scale.to(torch.float32)
-    return torch.ops.lowbit_cuda.eights_linear.default(x, packed, scale, bias, input_scale, scheme.format, scheme.group_size)
+    return torch.ops.lowbit_cuda.w8a8_linear.default(x, packed, scale, bias, input_scale, scheme.format, scheme.group_size)
 
 
 def _refusal(call: Call) -> str | None:
@@ -63,9 +63,9 @@ for _format, _activation, _groups, _contract in (
 ):
     register(
         Kernel(
-            f"cuda_{_activation}_{_format}",
+            f"cuda_w{4 if _format == 'int4' else 8}a8_gemm_{_format}",
             "quantized_linear",
-            eights_linear,
+            w8a8_linear,
             _contract,
             devices=frozenset({"cuda"}),
             formats=frozenset({_format}),
@@ -76,7 +76,7 @@ for _format, _activation, _groups, _contract in (
             m=(1, None),
             arch=90,
             available=available,
-            also=_refusal,
+            predicate=_refusal,
             tiles=((16, 128, 128), (128, 128, 128), (256, 128, 128)),
         )
     )

@@ -30,8 +30,8 @@ def of_product(name: str) -> Rule:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, packed, scale, zero_point, outer, bias, scheme, layout, *activation, epilogue = inputs
-    again = [] if epilogue == "none" else [x, bias, *activation[1:]]  # what y is made of before the epilogue
-    save(ctx, packed, scale, zero_point, outer, *again)
+    pre_epilogue = [] if epilogue == "none" else [x, bias, *activation[1:]]  # what y is made of before the epilogue
+    save(ctx, packed, scale, zero_point, outer, *pre_epilogue)
     ctx.scheme, ctx.layout, ctx.k, ctx.dtype = scheme, layout, x.shape[-1], x.dtype
     ctx.activation, ctx.epilogue, ctx.shape = activation[:1], epilogue, output.shape
     ctx.constant = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in (_X, _BIAS)]
@@ -41,11 +41,11 @@ def _dense(ctx: Any, weight: tuple[Any, ...]) -> Tensor:
     return torch.ops.lowbit.dequantize(*weight, ctx.scheme, ctx.layout, ctx.k, ctx.dtype)
 
 
-def _past_epilogue(product: Any, ctx: Any, weight: tuple[Any, ...], again: list[Any], grad: Tensor) -> Tensor:
+def _past_epilogue(product: Any, ctx: Any, weight: tuple[Any, ...], pre_epilogue: list[Any], grad: Tensor) -> Tensor:
     """``grad`` times the slope of the epilogue, which is the same in both directions."""
-    if not again:
+    if not pre_epilogue:
         return grad
-    x, bias, *input_scale = again
+    x, bias, *input_scale = pre_epilogue
     y = product(x, *weight, bias, ctx.scheme, ctx.layout, *ctx.activation, *input_scale)
     return epilogues.epilogue(ctx.epilogue).backward(grad, y)
 
@@ -54,9 +54,9 @@ def _backward(product: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     needs = ctx.needs_input_grad[1:]
     if any(needs[i] for i in ctx.constant):
         raise RuntimeError(CONSTANT)
-    packed, scale, zero_point, outer, *again = ctx.saved_tensors
+    packed, scale, zero_point, outer, *pre_epilogue = ctx.saved_tensors
     weight = packed, scale, zero_point, outer
-    grad = _past_epilogue(product, ctx, weight, again, grad)
+    grad = _past_epilogue(product, ctx, weight, pre_epilogue, grad)
     found: list[Tensor | None] = [None] * len(needs)
     if needs[_X]:
         found[_X] = grad @ _dense(ctx, weight)
@@ -68,7 +68,7 @@ def _backward(product: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 def _jvp(product: Any, ctx: Any, *tangents: Tensor | None) -> Tensor:
     if any(tangents[i] is not None for i in ctx.constant):
         raise RuntimeError(CONSTANT)
-    packed, scale, zero_point, outer, *again = ctx.saved_tensors
+    packed, scale, zero_point, outer, *pre_epilogue = ctx.saved_tensors
     weight = packed, scale, zero_point, outer
     x, bias = tangents[_X], tangents[_BIAS]
     of_bias = None if bias is None else bias.unsqueeze(-2) if packed.dim() > 2 else bias
@@ -78,4 +78,4 @@ def _jvp(product: Any, ctx: Any, *tangents: Tensor | None) -> Tensor:
     else:
         found = x @ _dense(ctx, weight).mT
         found = found if of_bias is None else found + of_bias
-    return _past_epilogue(product, ctx, weight, again, found)
+    return _past_epilogue(product, ctx, weight, pre_epilogue, found)

@@ -26,7 +26,7 @@ def inline() -> Iterator[None]:
     """Within the block quantized layers are plain PyTorch to ``torch.compile``, and not one opaque operator each.
 
     The compiler can then fuse the unpacking of a weight with what stands around it, which its own backends may need; lowbit's
-    kernels do not run, no receipt is kept, and each weight is rounded once to the dtype of x. A layer that is called without
+    kernels do not run, no trace is kept, and each weight is rounded once to the dtype of x. A layer that is called without
     being compiled takes memory for its whole weight. Calls outside of the block compile anew, with the operators. It holds
     for all threads. Layers whose activations take a scale a token stay operators: such a scale is checked where it is chosen,
     which no compiler sees through.

@@ -16,7 +16,7 @@ from lowbit.catalog import Catalog
 from lowbit.packing import packed_size
 from lowbit.scheme import Scheme
 
-from . import interleaved, tiles
+from . import interleaved, mma_fragment
 
 __all__ = ["LAYOUTS", "Layout", "Parts"]
 
@@ -54,12 +54,12 @@ def _same(parts: Parts, scheme: Scheme, k: int) -> Parts:
     return parts
 
 
-def _to_tiles(parts: Parts, scheme: Scheme, k: int) -> Parts:
-    return Parts(*tiles.arrange(*parts, scheme, k))
+def _to_mma_fragment(parts: Parts, scheme: Scheme, k: int) -> Parts:
+    return Parts(*mma_fragment.arrange(*parts, scheme, k))
 
 
-def _from_tiles(parts: Parts, scheme: Scheme, k: int) -> Parts:
-    return Parts(*tiles.restore(*parts, scheme, k))
+def _from_mma_fragment(parts: Parts, scheme: Scheme, k: int) -> Parts:
+    return Parts(*mma_fragment.restore(*parts, scheme, k))
 
 
 def _interleave(parts: Parts, scheme: Scheme, k: int) -> Parts:
@@ -81,7 +81,7 @@ LAYOUTS: Catalog[Layout] = Catalog(
     "LAYOUTS",
     {
         "canonical": Layout("canonical", _same, _same),
-        "tiles": Layout("tiles", _to_tiles, _from_tiles, tiles.sizes, tiles.ROWS),
+        "mma_fragment": Layout("mma_fragment", _to_mma_fragment, _from_mma_fragment, mma_fragment.sizes, mma_fragment.ROWS),
         "interleaved": Layout("interleaved", _interleave, _from_interleaved, rows=interleaved.ROWS, is_looked_up=False),
     },
     _check,

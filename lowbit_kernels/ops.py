@@ -1,6 +1,6 @@
 """The operators: meaning, shape rule (fake) and autograd rule of each. No backend is imported here.
 
-Every weight is passed as ``packed, scale, zero_point, outer`` beside the canonical spelling of its scheme
+Every weight is passed as ``packed, scale, zero_point, outer`` beside the canonical name of its scheme
 (:meth:`lowbit.scheme.Scheme.__str__`) and the name of its layout. ``M`` is looked at when the operator runs, so a
 dynamic batch needs no recompilation.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.catalog import kept
+from lowbit.catalog import cached
 from lowbit.packing import packed_size
 from lowbit.scales import METHODS
 from lowbit.scheme import Scheme
@@ -125,7 +125,7 @@ def _check_input_scale(given: Tensor | None, x: Tensor) -> None:
         raise ValueError(f"x is on {x.device} and input_scale on {given.device}: move one of them")
 
 
-@kept(maxsize=8192)
+@cached(maxsize=8192)
 def _product(
     op: str,
     scheme: str,
@@ -140,14 +140,14 @@ def _product(
     epilogue: str = "none",
 ) -> tuple[Scheme, Call]:
     """The scheme and the :class:`Call` of a product of x [..., K] and a weight [..., N, K] that fit each other."""
-    how = Scheme.parse(scheme)
+    spec = Scheme.parse(scheme)
     _check_x(x, bias, packed)
-    _check_weight(how, layout, x.shape[-1], packed, scale, zero_point, outer)
+    _check_weight(spec, layout, x.shape[-1], packed, scale, zero_point, outer)
     rows = x.shape[1:-1] if op == "grouped_linear" else x.shape[:-1]
     rounded = None if activation is None else Scheme.parse(activation)
     epilogues.epilogue(epilogue)
     size = math.prod(rows), packed.shape[-2], x.shape[-1]
-    return how, call_for(op, how, layout, x.device, x.dtype, *size, rounded, epilogue=epilogue)
+    return spec, call_for(op, spec, layout, x.device, x.dtype, *size, rounded, epilogue=epilogue)
 
 
 def product_call(
@@ -167,7 +167,7 @@ def product_call(
     return _product(op, scheme, layout, _like(x), _like(packed), _like(scale), *rest, activation)[1]
 
 
-def own(y: Tensor) -> Tensor:
+def detach_view(y: Tensor) -> Tensor:
     """``y`` as a tensor of its own: autograd lets nobody change in place a view that was made within an operator."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
@@ -187,8 +187,8 @@ def _linear(
     epilogue: str = "none",
 ) -> Tensor:
     rest = _likes(zero_point, outer, bias)
-    how, call = _product("linear", scheme, layout, _like(x), _like(packed), _like(scale), *rest, None, epilogue)
-    return own(run(call, x, packed, scale, zero_point, outer, bias, how))
+    spec, call = _product("linear", scheme, layout, _like(x), _like(packed), _like(scale), *rest, None, epilogue)
+    return detach_view(run(call, x, packed, scale, zero_point, outer, bias, spec))
 
 
 def _quantized_linear(
@@ -205,9 +205,9 @@ def _quantized_linear(
     epilogue: str = "none",
 ) -> Tensor:
     rest = _likes(zero_point, outer, bias)
-    how, call = _product("quantized_linear", scheme, layout, _like(x), _like(packed), _like(scale), *rest, activation, epilogue)
+    spec, call = _product("quantized_linear", scheme, layout, _like(x), _like(packed), _like(scale), *rest, activation, epilogue)
     _check_input_scale(input_scale, x)
-    return own(run(call, x, packed, scale, zero_point, outer, bias, how, call.activation, input_scale))
+    return detach_view(run(call, x, packed, scale, zero_point, outer, bias, spec, call.activation, input_scale))
 
 
 def _grouped_linear(
@@ -224,8 +224,8 @@ def _grouped_linear(
     if x.dim() != 3 or packed.dim() != 3 or x.shape[0] != packed.shape[0]:
         raise ValueError(f"x must be [E, M, K] and the weight [E, N, K], got {tuple(x.shape)} and {tuple(packed.shape)}")
     rest = _likes(zero_point, outer, bias)
-    how, call = _product("grouped_linear", scheme, layout, _like(x), _like(packed), _like(scale), *rest, None, epilogue)
-    return own(run(call, x, packed, scale, zero_point, outer, bias, how))
+    spec, call = _product("grouped_linear", scheme, layout, _like(x), _like(packed), _like(scale), *rest, None, epilogue)
+    return detach_view(run(call, x, packed, scale, zero_point, outer, bias, spec))
 
 
 def _embedding(
@@ -241,10 +241,10 @@ def _embedding(
 ) -> Tensor:
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
-    how = Scheme.parse(scheme)
-    _check_weight(how, layout, k, _like(packed), _like(scale), *_likes(zero_point, outer))
-    call = call_for("embedding", how, layout, packed.device, dtype, indices.numel(), packed.shape[0], k)
-    return run(call, indices, packed, scale, zero_point, outer, how, k, dtype)
+    spec = Scheme.parse(scheme)
+    _check_weight(spec, layout, k, _like(packed), _like(scale), *_likes(zero_point, outer))
+    call = call_for("embedding", spec, layout, packed.device, dtype, indices.numel(), packed.shape[0], k)
+    return run(call, indices, packed, scale, zero_point, outer, spec, k, dtype)
 
 
 def _dequantize(
@@ -257,21 +257,21 @@ def _dequantize(
     k: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    how = Scheme.parse(scheme)
-    _check_weight(how, layout, k, _like(packed), _like(scale), *_likes(zero_point, outer))
-    call = call_for("dequantize", how, layout, packed.device, dtype, 0, math.prod(packed.shape[:-1]), k)
-    return run(call, packed, scale, zero_point, outer, how, k, dtype)
+    spec = Scheme.parse(scheme)
+    _check_weight(spec, layout, k, _like(packed), _like(scale), *_likes(zero_point, outer))
+    call = call_for("dequantize", spec, layout, packed.device, dtype, 0, math.prod(packed.shape[:-1]), k)
+    return run(call, packed, scale, zero_point, outer, spec, k, dtype)
 
 
 def _quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not w.dtype.is_floating_point or w.dim() < 2:
         raise ValueError(f"w must be a floating point tensor [..., N, K], got {w.dtype} {tuple(w.shape)}")
-    how = Scheme.parse(scheme)
+    spec = Scheme.parse(scheme)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     n, k = math.prod(w.shape[:-1]), w.shape[-1]
-    call = call_for("quantize", how, "canonical", w.device, w.dtype, 0, n, k, method=method)
-    packed, scale, zero_point, outer = run(call, w, how, method)
+    call = call_for("quantize", spec, "canonical", w.device, w.dtype, 0, n, k, method=method)
+    packed, scale, zero_point, outer = run(call, w, spec, method)
     absent = functools.partial(torch.empty, 0, dtype=torch.uint8, device=w.device)
     return packed, scale, absent() if zero_point is None else zero_point, absent() if outer is None else outer
 
@@ -306,14 +306,14 @@ def _fake_dequantize(packed: Tensor, *rest: Any) -> Tensor:
 
 
 def _fake_quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    how, lead, k = Scheme.parse(scheme), w.shape[:-1], w.shape[-1]
-    scale = w.new_empty((*lead, how.groups(k) if k else 0), dtype=how.scale_dtype)
-    zero, absent = how.zero_point_dtype, (0,)
+    spec, lead, k = Scheme.parse(scheme), w.shape[:-1], w.shape[-1]
+    scale = w.new_empty((*lead, spec.groups(k) if k else 0), dtype=spec.scale_dtype)
+    zero, absent = spec.zero_point_dtype, (0,)
     return (
-        w.new_empty((*lead, packed_size(how.bits, k)), dtype=torch.uint8),
+        w.new_empty((*lead, packed_size(spec.bits, k)), dtype=torch.uint8),
         scale,
         w.new_empty(absent, dtype=torch.uint8) if zero is None else torch.empty_like(scale, dtype=zero),
-        w.new_empty(w.shape[:-2], dtype=torch.float32) if how.outer else w.new_empty(absent, dtype=torch.uint8),
+        w.new_empty(w.shape[:-2], dtype=torch.float32) if spec.outer else w.new_empty(absent, dtype=torch.uint8),
     )
 
 

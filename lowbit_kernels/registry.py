@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowbit.catalog import changed, kept
+from lowbit.catalog import cached, invalidate_caches
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from . import crossovers
 from .epilogues import epilogue
-from .held import check_held
 from .layouts import LAYOUTS, Parts
+from .storage_check import check_storage
 
 __all__ = [
     "Call",
     "Kernel",
     "NoKernelError",
-    "Receipt",
+    "TraceEntry",
     "Trace",
     "explain",
     "is_strict",
@@ -38,7 +38,7 @@ __all__ = [
     "strict",
     "trace",
     "warn_of_reference",
-    "watched",
+    "observed",
 ]
 
 # In order of preference: of the rows that do not refuse the first runs, unless a table of this GPU names a faster one. The
@@ -47,7 +47,7 @@ _BACKENDS = (
     "lowbit_kernels.cuda",
     "lowbit_kernels.cuda_activations",
     "lowbit_kernels.cpu",
-    "lowbit_kernels.cpu_panels",
+    "lowbit_kernels.cpu_dequant_gemm",
     "lowbit_kernels.cpu_interleaved",
     "lowbit_kernels.cpu_quantize",
     "lowbit_kernels.triton",
@@ -86,12 +86,12 @@ class Kernel:
 
     A field left at None takes everything. ``m`` is an inclusive range; ``arch`` the least architecture (90 for an H100,
     0 elsewhere). ``available()`` tells why the kernel cannot run on this machine, or None. ``contract`` names the
-    accuracy: ``"exact"`` (fp32 accumulation of the exact quantized weights, rounded once at the end), ``"exact digits"`` (the
-    same, with x to 2^-22 of the largest in each slice of up to 512), ``"two digits"`` (the same, with x to 1/65278 of it),
+    accuracy: ``"exact"`` (fp32 sums of the exact quantized weights, rounded once at the end), ``"split-int8 (3 limbs)"`` (the
+    same, with x to 2^-22 of the largest of each 512 columns), ``"split-int8 (2 limbs)"`` (the same, with x to 1/65278 of it),
     ``"weights rounded once"`` (to the dtype of x, before the multiplication), or ``"fp8 sums"`` (products of e4m3 in the sums of
-    the tensor cores, which keep 14 bits and leave them for fp32 every 128 columns). ``also`` tells what of a call no field
+    the tensor cores, which keep 14 bits and leave them for fp32 every 128 columns). ``predicate`` tells what of a call no field
     names and the kernel refuses.
-    ``quicker``: the row that is faster for a call, where it takes it too; ``select`` names that one.
+    ``defer_to``: the row that is faster for a call, where it takes it too; ``select`` names that one.
     ``on_request``: taken only where :func:`strict` names it (an interpreter, say, is right but slow).
     ``epilogues``: the functions at the end of a product that its ``run`` takes as ``epilogue``; others are applied to its result.
     ``multiples``: the N and the K that it takes are multiples of these.
@@ -114,8 +114,8 @@ class Kernel:
     m: tuple[int, int | None] = (0, None)
     arch: int = 0
     available: Callable[[], str | None] = lambda: None
-    also: Callable[[Call], str | None] = lambda call: None
-    quicker: Callable[[Call], str | None] = lambda call: None
+    predicate: Callable[[Call], str | None] = lambda call: None
+    defer_to: Callable[[Call], str | None] = lambda call: None
     on_request: bool = False
     epilogues: frozenset[str] = frozenset({"none"})
     multiples: tuple[int, int] = (1, 1)
@@ -148,7 +148,7 @@ class Kernel:
                 return f"{name}: takes multiples of {of}, got {size}"
         if call.arch < self.arch:
             return f"arch: needs at least {self.arch}, got {call.arch}"
-        if (reason := self.also(call)) is not None:
+        if (reason := self.predicate(call)) is not None:
             return reason
         if (reason := self.available()) is not None:
             return f"unavailable: {reason}"
@@ -162,41 +162,41 @@ def register(kernel: Kernel) -> Kernel:
     """Add a row, at any time: products that ran before take it from their next call on.
 
     A row from outside of the library comes before the library's own. Among several of those the order is that of their names,
-    and never that of registering, which imports decide: ``quicker`` says where another one is to run. A weight keeps the layout
+    and never that of registering, which imports decide: ``defer_to`` says where another one is to run. A weight keeps the layout
     that it was given when it came to its device.
     """
     if any(row.name == kernel.name for row in _rows):
         raise ValueError(f"a kernel named {kernel.name!r} is registered already")
     kernel = replace(kernel, home=sys._getframe(1).f_globals.get("__name__", ""))
     _rows.append(kernel)
-    changed()
+    invalidate_caches()
     return kernel
 
 
-@kept(maxsize=1)
+@cached(maxsize=1)
 def kernels() -> tuple[Kernel, ...]:
     """Every row, in order of preference."""
     for backend in _BACKENDS:
         importlib.import_module(backend)
-    return tuple(sorted(_rows, key=_place))
+    return tuple(sorted(_rows, key=_priority))
 
 
-def _place(kernel: Kernel) -> tuple[int, str]:
+def _priority(kernel: Kernel) -> tuple[int, str]:
     """The backend's place in the order of preference: a backend may have been imported before its turn. Within it rows stay as
     they were registered."""
     own = next((i for i, backend in enumerate(_BACKENDS) if f"{kernel.home}.".startswith(f"{backend}.")), None)
     return (-1, kernel.name) if own is None else (own, "")
 
 
-def _is_own(kernel: Kernel) -> bool:
-    return _place(kernel)[0] >= 0
+def _is_builtin(kernel: Kernel) -> bool:
+    return _priority(kernel)[0] >= 0
 
 
 # ---- selection -------------------------------------------------------------------------------------------------
 
 _strict: ContextVar[frozenset[str] | None] = ContextVar("lowbit_strict", default=None)
 # Whether strict or trace is open here, so that each call has to be selected and noted.
-watched: ContextVar[bool] = ContextVar("lowbit_watched", default=False)
+observed: ContextVar[bool] = ContextVar("lowbit_watched", default=False)
 
 
 def select(call: Call) -> Kernel:
@@ -207,7 +207,7 @@ def select(call: Call) -> Kernel:
     return _select(call, _strict.get())
 
 
-@kept(maxsize=8192)
+@cached(maxsize=8192)
 def _select(call: Call, only: frozenset[str] | None) -> Kernel:
     takes = (k for k in kernels() if k.op == call.op and _allowed(k, only) and k.refusal(call) is None)
     first = next(takes, None)
@@ -224,9 +224,9 @@ def _faster(first: Kernel, call: Call) -> str | None:
     if first.name.startswith("reference"):
         return None
     measured = crossovers.fastest(call.op, call.arch, call.scheme, call.layout, call.m, call.n, call.k)
-    if measured is not None and not _is_own(first) and any(row.name == measured and _is_own(row) for row in kernels()):
+    if measured is not None and not _is_builtin(first) and any(row.name == measured and _is_builtin(row) for row in kernels()):
         measured = None  # the library's tables say nothing of rows from elsewhere
-    return measured or first.quicker(call)
+    return measured or first.defer_to(call)
 
 
 def _allowed(kernel: Kernel, only: frozenset[str] | None) -> bool:
@@ -241,7 +241,7 @@ def preferred_layout(call: Call) -> str:
 
     The layout and the M of ``call`` count for nothing, and neither does :func:`strict`: a weight is arranged once.
     """
-    for layout in LAYOUTS.preferred():
+    for layout in LAYOUTS.ordered_names():
         ranges = []
         is_kept = layout != "canonical" and (call.op != "embedding" or LAYOUTS[layout].is_looked_up)
         for kernel in kernels() if is_kept else ():
@@ -283,18 +283,18 @@ def strict(*names: str) -> Iterator[None]:
     known = {kernel.name for kernel in kernels()}
     if unknown := sorted(set(names) - known):
         raise ValueError(f"no kernel named {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    token, seen = _strict.set(frozenset(names)), watched.set(True)
+    token, seen = _strict.set(frozenset(names)), observed.set(True)
     try:
         yield
     finally:
         _strict.reset(token)
-        watched.reset(seen)
+        observed.reset(seen)
 
 
-# ---- receipts --------------------------------------------------------------------------------------------------
+# ---- traces ----------------------------------------------------------------------------------------------------
 
 
-class Receipt(NamedTuple):
+class TraceEntry(NamedTuple):
     """One kind of call that ran: by which kernel, under which accuracy contract, from which layout of the weight."""
 
     op: str
@@ -311,16 +311,16 @@ class Receipt(NamedTuple):
 
 
 class Trace:
-    """What ran within :func:`trace`: ``counts`` maps each :class:`Receipt` to its number of calls."""
+    """What ran within :func:`trace`: ``counts`` maps each :class:`TraceEntry` to its number of calls."""
 
     def __init__(self) -> None:
-        self.counts: Counter[Receipt] = Counter()
+        self.counts: Counter[TraceEntry] = Counter()
 
     def kernels(self) -> Counter[str]:
         """Calls of each kernel."""
         total: Counter[str] = Counter()
-        for receipt, count in self.counts.items():
-            total[receipt.kernel] += count
+        for entry, count in self.counts.items():
+            total[entry.kernel] += count
         return total
 
     def __str__(self) -> str:
@@ -339,20 +339,20 @@ _traces: ContextVar[tuple[Trace, ...]] = ContextVar("lowbit_traces", default=())
 
 @contextlib.contextmanager
 def trace() -> Iterator[Trace]:
-    """Collect a receipt of every quantized operator that runs within the block (in this thread)."""
+    """Collect a trace of every quantized operator that runs within the block (in this thread)."""
     record = Trace()
-    token, seen = _traces.set((*_traces.get(), record)), watched.set(True)
+    token, seen = _traces.set((*_traces.get(), record)), observed.set(True)
     try:
         yield record
     finally:
         _traces.reset(token)
-        watched.reset(seen)
+        observed.reset(seen)
 
 
 def note(op: str, kernel: str, contract: str, scheme: str, dtype: torch.dtype, device: str, m: int, n: int, k: int) -> None:
     """Note in the open traces what ran past :func:`run`: several operators at once."""
     for record in _traces.get():
-        record.counts[Receipt(op, kernel, contract, scheme, str(dtype).removeprefix("torch."), device, m, n, k)] += 1
+        record.counts[TraceEntry(op, kernel, contract, scheme, str(dtype).removeprefix("torch."), device, m, n, k)] += 1
 
 
 def is_strict() -> bool:
@@ -383,16 +383,16 @@ def run(call: Call, *args: Any) -> Any:
     """Select a kernel for ``call``, note it in the open traces, and run it. Raises where a tensor has lost its memory."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            check_held(arg)
+            check_storage(arg)
     kernel = select(call)
     warn_of_reference(kernel, call)
     for record in _traces.get():
         record.counts[
-            Receipt(
+            TraceEntry(
                 call.op, kernel.name, kernel.contract, str(call.scheme),
                 str(call.dtype).removeprefix("torch."), call.device, call.m, call.n, call.k,
                 call.layout + " restored to canonical" if kernel.layout is None and call.layout != "canonical" else call.layout,
-                ended(kernel, call.epilogue),
+                epilogue_placement(kernel, call.epilogue),
             )
         ] += 1  # fmt: skip
     if kernel.layout is None and call.layout != "canonical":
@@ -406,6 +406,6 @@ def run(call: Call, *args: Any) -> Any:
     return epilogue(call.epilogue).run(kernel.run(*args))
 
 
-def ended(kernel: Kernel, name: str) -> str:
+def epilogue_placement(kernel: Kernel, name: str) -> str:
     """Where the function ``name`` is applied to what ``kernel`` multiplies, in words."""
     return name if name == "none" else f"{name} {'within' if name in kernel.epilogues else 'on its result'}"

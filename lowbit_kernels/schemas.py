@@ -1,7 +1,7 @@
 """The operators as torch knows them: registered when lowbit is imported, so that programs which name them (torch.export,
 AOTInductor, torch.jit) load and run in a process that has used no other part of it.
 
-This file and :mod:`.rules` import nothing but torch. What an operator does, ``ops`` and ``token_ops`` say in their
+This file and :mod:`.rules` import nothing but torch. What an operator does, ``ops`` and ``fused_norm_quant`` say in their
 ``OPERATORS``, which are imported when something first asks: that takes ten times as long as to name them.
 """
 
@@ -36,7 +36,7 @@ class Schema(NamedTuple):
 
 _WEIGHT = "Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer"
 _LAST = 'str epilogue="none"'  # a name of :mod:`.epilogues`
-_OPS, _TOKENS = "lowbit_kernels.ops", "lowbit_kernels.token_ops"
+_OPS, _TOKENS = "lowbit_kernels.ops", "lowbit_kernels.fused_norm_quant"
 
 SCHEMAS: dict[str, Schema] = {
     "linear": Schema(f"(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, {_LAST}) -> Tensor", _OPS),

@@ -79,12 +79,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 
 
 @pytest.fixture(autouse=True)
-def _ambient() -> Iterator[None]:
-    from tests.support.ambient_state import ambient_state
+def _no_state_left() -> Iterator[None]:
+    from tests.support.thread_state import thread_state
 
-    before = ambient_state()
+    before = thread_state()
     yield
-    after = ambient_state()
+    after = thread_state()
     left = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
     assert not left, f"left behind, before and after: {left}"
 

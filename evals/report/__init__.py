@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import replace_together
-from .reading import FORMAT, ReportError, check, check_speeds, is_speeds, read_json
+from .schema import FORMAT, ReportError, check, check_speeds, is_speeds, read_json
 
 __all__ = ["FORMAT", "ReportError", "read_files", "write_report"]
 

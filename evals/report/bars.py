@@ -35,9 +35,9 @@ def sizes(runs: Runs, width: int) -> Figure | None:
     wholes = {entry.run: total for entry, total in zip(entries, totals, strict=True) if entry.is_float}
     for y, (entry, total) in enumerate(zip(entries, totals, strict=True)):
         share = f" · {100 * total / wholes[entry.run]:.0f} %" if entry.run in wholes and not entry.is_float else ""
-        _beside(axes, total / 1e6, y, f"{megabytes(total)} MB{share}")
+        _write_beside(axes, total / 1e6, y, f"{megabytes(total)} MB{share}")
     axes.set_xlim(0, max(totals) / 1e6 * (1.16 if width > 500 else 1.5))
-    _bare(axes)
+    _hide_scale(axes)
     legend(figure, axes.containers)
     return figure
 
@@ -72,8 +72,8 @@ def layers(runs: Runs, width: int) -> Figure | None:
         axes.set_xticks([])
         axes.set_yticks([tick for tick in (-20, 0, 20, 40, 60, 80) if bottom <= tick <= top * 1.04])
         axes.set_title(_label(entry, width), pad=4)
-        said = f"lowest {found[worst]:.1f} dB: {tail(clean(worst), 30 if width > 500 else 24)}"
-        axes.set_title(said, loc="right", pad=4, fontsize=9, color=MUTED, fontweight="normal")
+        label = f"lowest {found[worst]:.1f} dB: {tail(clean(worst), 30 if width > 500 else 24)}"
+        axes.set_title(label, loc="right", pad=4, fontsize=9, color=MUTED, fontweight="normal")
         if i % columns == 0:
             axes.set_ylabel("dB")
         if i // columns == lines - 1:
@@ -102,7 +102,7 @@ def kernels(runs: Runs, width: int) -> Figure | None:
         return None
     lines = 1 if width > 500 else 2
     figure = canvas(width, lines * (44 + _ROW * len(rows)))
-    most = max(calls for _, counts in ran for when in titles for _, calls in counts[when])
+    largest = max(calls for _, counts in ran for when in titles for _, calls in counts[when])
     for i, (when, title) in enumerate(titles.items()):
         axes = figure.add_subplot(lines, 3 - lines, i + 1)
         axes.set_title(title)
@@ -111,9 +111,9 @@ def kernels(runs: Runs, width: int) -> Figure | None:
         for y, (_, counts, line) in enumerate(rows):
             for kernel, calls in counts[when][line : line + 1]:
                 axes.barh(y, calls, height=0.56, color=FILL if kernel.startswith("reference") else ACCENT)
-                _beside(axes, calls, y, f"{calls:,} \u00d7 {short(clean(kernel), 28)}")
-        axes.set_xlim(0, max(most, 1) * (2.0 if width > 500 else 2.4))
-        _bare(axes)
+                _write_beside(axes, calls, y, f"{calls:,} \u00d7 {short(clean(kernel), 28)}")
+        axes.set_xlim(0, max(largest, 1) * (2.0 if width > 500 else 2.4))
+        _hide_scale(axes)
     return figure
 
 
@@ -139,9 +139,9 @@ def speeds(runs: Runs, width: int) -> Figure | None:
         axes.barh(range(len(tokens)), [value for _, value in tokens], height=0.56,
                   color=[FILL if entry.is_float else ACCENT for entry, _ in tokens])  # fmt: skip
         for y, (_, value) in enumerate(tokens):
-            _beside(axes, value, y, _rate(value))
+            _write_beside(axes, value, y, _rate(value))
         axes.set_xlim(0, max(value for _, value in tokens) * (1.12 if width > 500 else 1.25))
-        _bare(axes)
+        _hide_scale(axes)
     for title, rows in panels:
         _gemv(figure.add_subplot(next(places)), title, rows, width)
     return figure
@@ -171,7 +171,7 @@ def _gemv(axes: Any, title: str, rows: list[dict[str, Any]], width: int) -> None
     dots = [FILL if row["scheme"] == "float" else ACCENT for row in rows]
     axes.scatter(got, range(len(rows)), s=40, color=dots, edgecolors=[MUTED if dot == FILL else PAPER for dot in dots], zorder=4)
     for y, (row, limit, reached) in enumerate(zip(rows, limits, got, strict=True)):
-        _beside(
+        _write_beside(
             axes, max(limit, reached), y, f"{_rate(reached)}, {row['fraction_of_limit']:.0%} of the limit".replace("%", " %"), 9
         )
     low, high = min(*got, *limits), max(*got, *limits)
@@ -207,12 +207,12 @@ def _rows(axes: Any, names: list[str]) -> None:
         text.set_color(INK)
 
 
-def _beside(axes: Any, x: float, y: float, words: str, size: float = 9.5) -> None:
+def _write_beside(axes: Any, x: float, y: float, words: str, size: float = 9.5) -> None:
     """``words`` right of ``x`` in row ``y``."""
     axes.annotate(words, (x, y), xytext=(6, 0), textcoords="offset points", va="center_baseline", fontsize=size, color=MUTED)
 
 
-def _bare(axes: Any) -> None:
+def _hide_scale(axes: Any) -> None:
     """No scale: each bar says its number."""
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)

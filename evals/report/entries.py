@@ -15,8 +15,12 @@ __all__ = ["Change", "Entry", "Runs", "called", "clean", "finite", "front"]
 
 def clean(text: str, longest: int = 200) -> str:
     """``text`` in one line of characters that every document can hold, cut in its middle where it is longer."""
-    kept = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs", "Cn", "Co") or c in "\u2028\u2029" else c for c in text)
-    return kept if len(kept) <= longest else f"{kept[: longest // 2]}…{kept[len(kept) - (longest - longest // 2 - 1) :]}"
+    cleaned = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs", "Cn", "Co") or c in "\u2028\u2029" else c for c in text)
+    return (
+        cleaned
+        if len(cleaned) <= longest
+        else f"{cleaned[: longest // 2]}…{cleaned[len(cleaned) - (longest - longest // 2 - 1) :]}"
+    )
 
 
 def called(result: dict[str, Any]) -> str:
@@ -140,8 +144,10 @@ class Runs:
             if all(isinstance(value, dict) for value in values):
                 values = [{k: v for k, v in value.items() if any(o.get(k) != v for o in values)} for value in values]
             if len({repr(value) for value in values}) > 1:
-                said = "; ".join(f"{letter}: {clean(_words(value))}" for letter, value in zip(self.letters, values, strict=True))
-                found.append(f"The runs differ in {what} ({said}). {consequence}")
+                values_of_runs = "; ".join(
+                    f"{letter}: {clean(_words(value))}" for letter, value in zip(self.letters, values, strict=True)
+                )
+                found.append(f"The runs differ in {what} ({values_of_runs}). {consequence}")
         for task in self.tasks:
             asked = [_questions(result, task) for result in self.results]
             if all(asked) and any(questions != asked[0] for questions in asked):

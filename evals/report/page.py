@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from . import words
+from . import wording
 from .bars import median_decibels, megabytes
 from .charts import Chart
 from .entries import Entry, Runs, called, clean, finite
@@ -41,10 +41,10 @@ def render(runs: Runs, charts: Mapping[str, Chart]) -> str:
             if "versions" in figures
         ],
         several=len(runs.results) > 1,
-        lead=words.lead(runs),
+        lead=wording.lead(runs),
         verdicts=[row for entry in runs.entries if (row := _verdict(entry, runs)) is not None],
         warnings=runs.warnings(),
-        changes=[words.change(found) for found in runs.changes()],
+        changes=[wording.change(found) for found in runs.changes()],
         rows=[_row(entry, runs) for entry in runs.entries],
         has=_measured(runs),
         charts=shown,
@@ -52,7 +52,7 @@ def render(runs: Runs, charts: Mapping[str, Chart]) -> str:
             (f"{short(e.recipe)} {e.letter}".rstrip(), f"{m:.1f}") for e in runs.entries if (m := median_decibels(e)) is not None
         ],
         histograms=(len(chosen(runs)), sum(len(e.outcome.get("histograms") or ()) for e in runs.entries)),
-        receipt=[row for entry in runs.entries for row in _receipt(entry)],
+        kernel_counts=[row for entry in runs.entries for row in _kernel_counts(entry)],
         subjects=_subjects(runs),
     )
     return text
@@ -94,10 +94,10 @@ def _origin(of: dict[str, Any]) -> dict[str, str]:
 
 
 def _verdict(entry: Entry, runs: Runs) -> dict[str, Any] | None:
-    found = [judged for task in runs.tasks if (judged := words.verdict(entry, task)) is not None]
+    found = [judged for task in runs.tasks if (judged := wording.verdict(entry, task)) is not None]
     if not found:
         return None
-    return {"label": entry.label, "bits": f"{entry.bits:.2f}", "found": found, "saving": words.saving(entry, runs)}
+    return {"label": entry.label, "bits": f"{entry.bits:.2f}", "found": found, "saving": wording.saving(entry, runs)}
 
 
 def _measured(runs: Runs) -> dict[str, bool]:
@@ -127,15 +127,15 @@ def _row(entry: Entry, runs: Runs) -> dict[str, Any]:
     return {
         "label": entry.label,
         "float": entry.is_float,
-        "bits": words.number(entry.bits),
-        "file": words.NONE if size is None else megabytes(size),
-        "perplexity": words.number(perplexity.get("value"), 3 if (finite(perplexity.get("value")) or 100) < 100 else 1),
-        "kl": words.figures(divergence.get("kl")),
-        "agreement": words.NONE if agreement is None else f"{100 * agreement:.1f}",
+        "bits": wording.number(entry.bits),
+        "file": wording.NONE if size is None else megabytes(size),
+        "perplexity": wording.number(perplexity.get("value"), 3 if (finite(perplexity.get("value")) or 100) < 100 else 1),
+        "kl": wording.figures(divergence.get("kl")),
+        "agreement": wording.NONE if agreement is None else f"{100 * agreement:.1f}",
         "kernels": [
             ", ".join(clean(k) for k in entry.part("kernels").get(when) or ()) or "torch" for when in ("decode", "prompt")
         ],
-        "speed": words.number(entry.part("speed").get("tokens_per_second"), 0),
+        "speed": wording.number(entry.part("speed").get("tokens_per_second"), 0),
         "tasks": [_task(entry, name) for name in runs.tasks if entry.task(name) is not None] or [_task(entry, None)],
     }
 
@@ -143,27 +143,27 @@ def _row(entry: Entry, runs: Runs) -> dict[str, Any]:
 def _task(entry: Entry, name: str | None) -> dict[str, Any]:
     found = (entry.task(name) if name is not None else None) or {}
     d = entry.difference(name) if name is not None else None
-    cells = {"name": clean(name or words.NONE, 40), "accuracy": points_of(found.get("value")), "sure": False}
+    cells = {"name": clean(name or wording.NONE, 40), "accuracy": points_of(found.get("value")), "sure": False}
     if d is None:
         return {**cells, **dict.fromkeys(("difference", "interval", "flips", "p", "holm", "needed"), "")}
     needed = finite(d.get("questions_for_one_point"))
     return {
         **cells,
-        "difference": words.points(d["difference"]),
-        "interval": f"[{words.points(d['low'])}, {words.points(d['high'])}]",
+        "difference": wording.points(d["difference"]),
+        "interval": f"[{wording.points(d['low'])}, {wording.points(d['high'])}]",
         "flips": f"+{d['gained']} \u2212{d['lost']}",
-        "p": words.probability(d.get("mcnemar")),
-        "holm": words.probability(d.get("holm")),
-        "needed": words.NONE if needed is None else f"{needed:,.0f}",
-        "sure": words.beyond_chance(d),
+        "p": wording.probability(d.get("mcnemar")),
+        "holm": wording.probability(d.get("holm")),
+        "needed": wording.NONE if needed is None else f"{needed:,.0f}",
+        "sure": wording.beyond_chance(d),
     }
 
 
 def points_of(value: Any) -> str:
-    return words.points(value, sign=False)
+    return wording.points(value, sign=False)
 
 
-def _receipt(entry: Entry) -> list[dict[str, str]]:
+def _kernel_counts(entry: Entry) -> list[dict[str, str]]:
     decode, prompt = (entry.part("kernels").get(when) or {} for when in ("decode", "prompt"))
     return [
         {"label": entry.label, "kernel": clean(k), "decode": f"{decode.get(k, 0):,}", "prompt": f"{prompt.get(k, 0):,}"}
@@ -175,13 +175,15 @@ def _subjects(runs: Runs) -> list[dict[str, Any]]:
     """For each task with subjects: a row a subject, the accuracy of every entry in it."""
     made = []
     for task in runs.tasks:
-        own = [e for e in runs.entries if (e.task(task) or {}).get("subjects")]
-        names = list(dict.fromkeys(name for e in own for name in (e.task(task) or {})["subjects"]))
-        rows = [(clean(name), [((e.task(task) or {})["subjects"].get(name) or {}) for e in own]) for name in names]
+        entries_with_subjects = [e for e in runs.entries if (e.task(task) or {}).get("subjects")]
+        names = list(dict.fromkeys(name for e in entries_with_subjects for name in (e.task(task) or {})["subjects"]))
+        rows = [
+            (clean(name), [((e.task(task) or {})["subjects"].get(name) or {}) for e in entries_with_subjects]) for name in names
+        ]
         if rows:
             shown = [
                 (name, max((c.get("n", 0) for c in cells), default=0), [points_of(c.get("value")) for c in cells])
                 for name, cells in rows
             ]
-            made.append({"task": clean(task), "labels": [e.label for e in own], "rows": shown})
+            made.append({"task": clean(task), "labels": [e.label for e in entries_with_subjects], "rows": shown})
     return made

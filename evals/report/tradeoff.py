@@ -127,8 +127,10 @@ def _fill(axes: Any, panel: _Panel, runs: Runs) -> None:
         axes.axhline(0, color=MUTED, linewidth=0.9)
     best = _front(panel)
     for run in range(len(runs.results)):
-        own = sorted((p.x, p.y) for p, on in zip(panel.points, best, strict=True) if on and p.entry.run == run)
-        axes.plot(*zip(*own, strict=True), color=ACCENT, linewidth=1, alpha=0.55, zorder=2) if len(own) > 1 else None
+        points_of_run = sorted((p.x, p.y) for p, on in zip(panel.points, best, strict=True) if on and p.entry.run == run)
+        axes.plot(*zip(*points_of_run, strict=True), color=ACCENT, linewidth=1, alpha=0.55, zorder=2) if len(
+            points_of_run
+        ) > 1 else None
     for point, on in zip(panel.points, best, strict=True):
         color = INK if point.entry.is_float else ACCENT if on else MUTED
         if point.high > point.low:
@@ -150,9 +152,11 @@ def _front(panel: _Panel) -> list[bool]:
     """Whether each point is on the front of its own run."""
     best = [False] * len(panel.points)
     for run in {point.entry.run for point in panel.points}:
-        own = [i for i, point in enumerate(panel.points) if point.entry.run == run]
-        loss = [math.log(panel.points[i].y) if panel.log else -panel.points[i].y for i in own]
-        for i, on in zip(own, front([(panel.points[i].x, y) for i, y in zip(own, loss, strict=True)]), strict=True):
+        points_of_run = [i for i, point in enumerate(panel.points) if point.entry.run == run]
+        loss = [math.log(panel.points[i].y) if panel.log else -panel.points[i].y for i in points_of_run]
+        for i, on in zip(
+            points_of_run, front([(panel.points[i].x, y) for i, y in zip(points_of_run, loss, strict=True)]), strict=True
+        ):
             best[i] = on
     return best
 

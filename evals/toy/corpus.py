@@ -178,7 +178,7 @@ def exam(world: World, seed: int = SEED) -> dict[str, list[Question]]:
     return {name: [question for _, question in paper] for name, paper in _papers(world, seed).items()}
 
 
-def further(world: World, seed: int = SEED) -> list[Question]:
+def accuracy_questions(world: World, seed: int = SEED) -> list[Question]:
     """Return a question about every fact that the exam does not ask, in the forms kept for the exam; no question stands twice.
 
     About 12,000: to choose settings on, which the exam then judges, and to tell differences that are too small for it.

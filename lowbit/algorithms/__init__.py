@@ -11,7 +11,7 @@ _OWN = {
     "rtn": Rounder(rtn, needs_statistics=False, uses_statistics=False),
     "clip": Rounder(clip.clip, needs_statistics=False, check=clip.check),
     "hqq": Rounder(hqq.hqq, needs_statistics=False, check=hqq.check, uses_statistics=False),
-    "gptq": Rounder(gptq.gptq, needs_statistics=True, check=gptq.check, asks_drift=gptq.asks_drift),
+    "gptq": Rounder(gptq.gptq, needs_statistics=True, check=gptq.check, needs_drift=gptq.needs_drift),
 }
 
 

@@ -2,8 +2,8 @@
 
 Frantar, Ashkboos, Hoefler and Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
 2022. Three things are added, each of which lowers the error of the layer's output at equal bits: ranges are searched for the
-error that is left after the later columns have done their part; and :mod:`~lowbit.algorithms.descent` goes over the codes and
-the scales that come out. Scales belong to groups of neighbours whatever the order of rounding, so no order is stored.
+error that is left after the later columns have done their part; and :mod:`~lowbit.algorithms.coordinate_descent` goes over the
+codes and the scales that come out. Scales belong to groups of neighbours whatever the order of rounding, so no order is stored.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..grid import Scales, divisor, encode, grouped, rounded, scale_values
 from ..scales import choose, least_cost
 from ..scheme import Scheme
 from ..statistics import Statistics
-from .descent import descend
-from .hessian import Factor, aimed, damped, inverse_factor, notes_on
+from .coordinate_descent import descend
+from .hessian import Factor, damped, drift_target, inverse_factor, notes_on
 from .rounder import Rounded
-from .rows import by_rows
+from .rows import find_by_rows
 from .rtn import rtn
 
-__all__ = ["asks_drift", "check", "gptq"]
+__all__ = ["needs_drift", "check", "gptq"]
 
 RANGES = ("output", "mse", "range")
 _AIM = 0.01  # the damping under which a weight is aimed: more of it, as codes may want, would aim at the old weight again
@@ -46,10 +46,10 @@ def gptq(
         act_order: round the columns with the largest inputs first.
         ranges: how scales are chosen: ``"output"`` (searched for the least error of the output that later columns cannot make
             up for), ``"mse"`` or ``"range"`` (as in :func:`lowbit.scales.choose`).
-        passes: how often the result is gone over (:func:`~lowbit.algorithms.descent.descend`). With 0, ``ranges="range"``
-            and ``act_order=False`` this is the method as it was published.
+        passes: how often the result is gone over (:func:`~lowbit.algorithms.coordinate_descent.descend`). With 0,
+            ``ranges="range"`` and ``act_order=False`` this is the method as it was published.
         asymmetric: round what comes nearest, on the inputs that the quantized layers before give, to the outputs of the float
-            model (:func:`~lowbit.algorithms.hessian.aimed`), where the statistics tell how far those inputs drifted.
+            model (:func:`~lowbit.algorithms.hessian.drift_target`), where the statistics tell how far those inputs drifted.
             Calibration then rounds the layers of a block in the order in which they run, beside the float block.
 
     Work is 2 N K^2 multiplications and as many again each pass, nearly all of them in matrix products, and K^3 in float64 for
@@ -62,7 +62,7 @@ def gptq(
         return rtn(weight, scheme)
     _check_channels(statistics, weight)
     if asymmetric:
-        weight = aimed(weight, statistics, _AIM)
+        weight = drift_target(weight, statistics, _AIM)
     order, factor = _factored(statistics, weight, damping, act_order)
     scales = _ranges(weight, scheme, ranges, order, factor)
     codes = _swept(weight, scheme, scales, order, factor)
@@ -74,7 +74,7 @@ def gptq(
     return Rounded(codes, scales, notes_on(statistics, damping, used))
 
 
-def asks_drift(*, asymmetric: bool = False, **others: object) -> bool:
+def needs_drift(*, asymmetric: bool = False, **others: object) -> bool:
     """Whether :func:`gptq` looks at the drift of the inputs."""
     return asymmetric
 
@@ -122,7 +122,7 @@ def _ranges(weight: Tensor, scheme: Scheme, ranges: str, order: Tensor, factor: 
     def found(rows: Tensor, outer: Tensor | None) -> Scales:
         return least_cost(rows, scheme, lambda error: (error.square() * importance).sum(-1), outer, ends=True)
 
-    return by_rows(weight, scheme, found)
+    return find_by_rows(weight, scheme, found)
 
 
 def _swept(weight: Tensor, scheme: Scheme, scales: Scales, order: Tensor, factor: Factor) -> Tensor:

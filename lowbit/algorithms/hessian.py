@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..statistics import Statistics
 
-__all__ = ["Factor", "aimed", "damped", "inverse_factor", "notes_on"]
+__all__ = ["Factor", "drift_target", "damped", "inverse_factor", "notes_on"]
 
 _ROWS = 256  # of a matrix that are copied, and of a triangle that are inverted, at a time
 
@@ -28,26 +28,26 @@ def damped(gram: Tensor, damping: float) -> Tensor:
 class Factor:
     """The upper triangular U with U^T U = (damped gram)^-1.
 
-    ``turned``: float64 [K, K], U with its rows and its columns in reverse; ``damping``: what it took.
+    ``reversed_factor``: float64 [K, K], U with its rows and its columns in reverse; ``damping``: what it took.
     """
 
-    turned: Tensor
+    reversed_factor: Tensor
     damping: float
 
     @property
     def diagonal(self) -> Tensor:
         """That of U, [K]."""
-        return self.turned.diagonal().flip(0)
+        return self.reversed_factor.diagonal().flip(0)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` of U, [stop - start, K]."""
-        k = len(self.turned)
-        return self.turned[k - stop : k - start].flip(0, 1)
+        k = len(self.reversed_factor)
+        return self.reversed_factor[k - stop : k - start].flip(0, 1)
 
     def divide(self, rows: Tensor) -> Tensor:
         """``rows`` [N, K] times the inverse, U^T U, in float64."""
-        turned = rows.to(self.turned.dtype).flip(1)
-        return ((turned @ self.turned.mT) @ self.turned).flip(1)
+        reversed_factor = rows.to(self.reversed_factor.dtype).flip(1)
+        return ((reversed_factor @ self.reversed_factor.mT) @ self.reversed_factor).flip(1)
 
 
 def inverse_factor(gram: Tensor, damping: float, order: Tensor | None = None) -> Factor:
@@ -62,10 +62,10 @@ def inverse_factor(gram: Tensor, damping: float, order: Tensor | None = None) ->
     if not bool(torch.isfinite(gram.sum(dtype=torch.float64))):
         raise ValueError("the Gram matrix holds NaN or infinity: collect the statistics again")
     asked = damping
-    turned = (torch.arange(len(gram), device=gram.device) if order is None else order).flip(0)
+    reversed_factor = (torch.arange(len(gram), device=gram.device) if order is None else order).flip(0)
     while damping <= 1e3:
         # Symmetric, so that this is the same matrix in the strides that LAPACK wants.
-        lower = _damped(gram, turned, damping).mT
+        lower = _damped(gram, reversed_factor, damping).mT
         failed = torch.empty((), dtype=torch.int32, device=gram.device)
         torch.linalg.cholesky_ex(lower, out=(lower, failed))
         diagonal = lower.diagonal()
@@ -106,7 +106,7 @@ def _invert(lower: Tensor) -> None:
         columns.copy_(last @ columns).neg_()
 
 
-def aimed(weight: Tensor, statistics: Statistics, damping: float) -> Tensor:
+def drift_target(weight: Tensor, statistics: Statistics, damping: float) -> Tensor:
     """The weight [N, K] that on the inputs x comes nearest to what ``weight`` gives on those of the float model, f.
 
     W + W D (G + d)^-1 for the Gram matrix G, the drift D, the mean of (f - x) x^T, and d = ``damping`` of the mean of the

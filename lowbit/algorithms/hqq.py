@@ -16,7 +16,7 @@ from ..scales import least_cost, nearest_scale, squared
 from ..scheme import Scheme
 from ..statistics import Statistics
 from .rounder import Rounded
-from .rows import by_rows
+from .rows import find_by_rows
 
 __all__ = ["check", "hqq"]
 
@@ -45,7 +45,7 @@ def hqq(
     own format cannot hold.
     """
     check(p=p, beta=beta, steps=steps)
-    scales = by_rows(weight, scheme, lambda rows, outer: _searched(rows, scheme, outer, p, beta, steps))
+    scales = find_by_rows(weight, scheme, lambda rows, outer: _searched(rows, scheme, outer, p, beta, steps))
     return Rounded(to_codes(weight, scheme, scales), scales)
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..ambient import isolated
 from ..grid import Scales
+from ..torch_state import isolated
 
 __all__ = ["Rounded", "Rounder"]
 
@@ -34,17 +34,18 @@ class Rounder:
     Attributes:
         round: ``round(weight, scheme, statistics, **options)`` for a ``weight`` [N, K] (float32 or float64, finite), a
             :class:`~lowbit.Scheme` and :class:`~lowbit.statistics.Statistics` or None; gives :class:`Rounded`. It runs
-            :func:`~lowbit.ambient.isolated`, whatever the caller has set for torch.
+            :func:`~lowbit.torch_state.isolated`, whatever the caller has set for torch.
         needs_statistics: whether ``statistics`` may not be None.
         check: ``check(**options)`` raises ``ValueError`` for values that the options cannot take, before any work.
-        asks_drift: ``asks_drift(**options)`` says whether it looks at ``statistics.drift``, which it is then given if it can be.
+        needs_drift: ``needs_drift(**options)`` says whether it looks at ``statistics.drift``, which it is then given if it can
+        be.
         uses_statistics: whether ``statistics`` change the result, where there are any.
     """
 
     round: Callable[..., Rounded]
     needs_statistics: bool
     check: Callable[..., None] = lambda **options: None
-    asks_drift: Callable[..., bool] = lambda **options: False
+    needs_drift: Callable[..., bool] = lambda **options: False
     uses_statistics: bool = True
 
     def __post_init__(self) -> None:

@@ -11,19 +11,19 @@ from ..grid import Scales
 from ..scales import outer_of
 from ..scheme import Scheme
 
-__all__ = ["by_rows", "slices"]
+__all__ = ["find_by_rows", "slices"]
 
 _NUMBERS = {"cpu": 1 << 18}  # in a slice: what a core's cache holds
-_MANY = 1 << 24  # on any other device, where each operation has a price of its own
+_LARGE = 1 << 24  # on any other device, where each operation has a price of its own
 
 
 def slices(weight: Tensor, least: int = 1) -> Iterator[Tensor]:
     """``weight`` [N, K] in slices of its rows; one at least. ``least``: rows in a slice, for products with a large matrix."""
-    rows = _NUMBERS.get(weight.device.type, _MANY) // max(weight.shape[1], 1)
+    rows = _NUMBERS.get(weight.device.type, _LARGE) // max(weight.shape[1], 1)
     yield from weight.split(max(rows, least))
 
 
-def by_rows(weight: Tensor, scheme: Scheme, find: Callable[[Tensor, Tensor | None], Scales]) -> Scales:
+def find_by_rows(weight: Tensor, scheme: Scheme, find: Callable[[Tensor, Tensor | None], Scales]) -> Scales:
     """Scales of ``weight`` [N, K], found for a slice of rows at a time: ``find(rows, outer)``, under the outer scale of all."""
     outer = outer_of(weight, scheme)
     found = [find(rows, outer) for rows in slices(weight)]

@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..ambient import default_device
 from ..layers import Layer, tied_groups
 from ..plans import LayerPlan
 from ..recipe import block_counts
 from ..replacement import Replacement, RoundedWeight, moved
 from ..rewrites.rescaling import Rescaler, sealed
 from ..statistics import Statistics
-from .blocks import Survey, call, children, survey
-from .capture import Arguments, Constants, captured
-from .collection import Collector, PartedError
+from ..torch_state import default_device
+from .activation_store import ActivationStore, BlockInputs
+from .blocks import BlockStructure, call, children, find_stacks
+from .capture import Arguments, Constants, capture_block_inputs
+from .collection import Collector, InputsDivergedError
 from .data import Batch
-from .depths import steps
-from .modes import evaluating
-from .nesting import leaves
+from .eval_mode import eval_mode
+from .float_block import FloatBlock, in_dtypes
+from .offload import BlockOffload, onload_blocks
 from .padding import Padding
+from .pytree import tree_leaves
 from .ranks import Ranks
-from .residence import Residence, streamed
-from .states import Inputs, States
-from .twin import Twin, narrowed
+from .topo_order import topological_levels
 
 if TYPE_CHECKING:
     from ..rewrite import Rewrite
@@ -47,7 +47,7 @@ class Calibrator:
     other. Embeddings come first, without data; what else stands outside of blocks comes last, in a run of the
     whole model.
 
-    ``room``: bytes that the statistics of a block may take at a time, None for any; only for one process without
+    ``statistics_bytes``: bytes that the statistics of a block may take at a time, None for any; only for one process without
     ``rewrites``, which look at all of a block's statistics at once.
     """
 
@@ -58,25 +58,25 @@ class Calibrator:
         layers: list[Layer],
         batches: Sequence[Batch],
         replacement: Replacement,
-        residence: Residence,
-        states: States,
+        offload: BlockOffload,
+        states: ActivationStore,
         rewrites: Sequence[Rewrite] = (),
-        room: int | None = None,
+        statistics_bytes: int | None = None,
     ) -> None:
         self.notes: list[str] = []
         self._model, self._batches, self._replacement = model, batches, replacement
-        self._residence, self._states, self._ranks = residence, states, Ranks()
-        self._mine = self._ranks.share(len(batches))
+        self._offload, self._states, self._ranks = offload, states, Ranks()
+        self._local_batches = self._ranks.shard(len(batches))
         self._names = [entry.name for entry in entries]
         self._padding = Padding(model)
-        self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].target is not None}
-        self._heard = {i for i, layer in enumerate(layers) if layer.kind in ("linear", "conv1d")}
+        self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].config is not None}
+        self._with_statistics = {i for i, layer in enumerate(layers) if layer.kind in ("linear", "conv1d")}
         self._ties = [group for group in tied_groups(layers) if any(i in self._modules for i in group)]
-        self._room = room
+        self._statistics_bytes = statistics_bytes
         self._rescaler: Rescaler | None = None
         if rewrites:
             self._rescaler = Rescaler(
-                rewrites, model, entries, layers, sealed(model), self._ranks, replacement.rounds, residence.trim
+                rewrites, model, entries, layers, sealed(model), self._ranks, replacement.quantizes, offload.trim
             )
         self._stacks = block_counts(name for layer in layers for name in layer.names)
 
@@ -85,164 +85,180 @@ class Calibrator:
         candidates = [path for name in self._stacks for path in children(self._model, name)]
         for path in candidates:
             self._restore(path)
-        with evaluating(self._model):
-            with streamed(self._model, self._residence, candidates):
-                found = survey(self._model, self._stacks, self._batches[0], self._residence.device)
+        with eval_mode(self._model):
+            with onload_blocks(self._model, self._offload, candidates):
+                found = find_stacks(self._model, self._stacks, self._batches[0], self._offload.device)
             self.notes += found.notes
             if not found.stacks:
                 self.notes.append(NO_BLOCKS)
-            homes = self._homes(found)
+            block_of_layer = self._blocks_of_layers(found)
             tied = {i for group in self._ties for i in group}
             tables = [i for i, module in self._modules.items() if isinstance(module, nn.Embedding) and i not in tied]
             if tables:
-                with self._residence.outside(candidates):
+                with self._offload.outside(candidates):
                     for i in tables:
-                        self._carry_out(i, None)
+                        self._replace_layer(i, None)
             for stack in range(len(found.stacks)):
-                self._walk(found, stack, homes)
-            self._rest([path for stack in found.stacks for path in stack.paths])
+                self._calibrate_stack(found, stack, block_of_layer)
+            self._calibrate_remaining([path for stack in found.stacks for path in stack.paths])
 
-    def _homes(self, found: Survey) -> dict[int, str]:
+    def _blocks_of_layers(self, found: BlockStructure) -> dict[int, str]:
         """The block of each layer that can be quantized with it: one whose weight no layer elsewhere reads."""
-        homes = {i: found.block_of(self._names[i]) for i in self._modules}
+        block_of_layer = {i: found.block_of(self._names[i]) for i in self._modules}
         for group in self._ties:
-            if len({homes.get(i) for i in group}) > 1:
-                homes.update(dict.fromkeys(group))
-        return {i: home for i, home in homes.items() if home is not None}
+            if len({block_of_layer.get(i) for i in group}) > 1:
+                block_of_layer.update(dict.fromkeys(group))
+        return {i: block for i, block in block_of_layer.items() if block is not None}
 
-    def _carry_out(self, i: int, statistics: Statistics | None) -> None:
-        self._replacement.carry_out(i, statistics, calibrated=True)
+    def _replace_layer(self, i: int, statistics: Statistics | None) -> None:
+        self._replacement.apply(i, statistics, calibrated=True)
         del self._modules[i]
 
     def _restore(self, path: str) -> None:
         """Take over a block that an earlier run finished."""
-        for name, done in self._residence.restored(path).items():
+        for name, done in self._offload.restore(path).items():
             i = self._names.index(name)
-            self._replacement.take_over(i, done)
+            self._replacement.mark_completed(i, done)
             del self._modules[i]
 
     # ---- blocks --------------------------------------------------------------------------------------------------
 
-    def _walk(self, found: Survey, number: int, homes: dict[int, str]) -> None:
+    def _calibrate_stack(self, found: BlockStructure, number: int, block_of_layer: dict[int, str]) -> None:
         stack, constants = found.stacks[number], Constants()
-        device, residence = self._residence.device, self._residence
+        device, offload = self._offload.device, self._offload
         calls: dict[int, list[Arguments]] = {}
         rows: dict[int, int] = {}  # that come into the blocks
-        mine = [self._batches[batch] for batch in self._mine]
+        local = [self._batches[batch] for batch in self._local_batches]
         earlier = [path for s in found.stacks[:number] for path in s.paths]
         later = [path for s in found.stacks[number:] for path in s.paths]
-        with streamed(self._model, residence, earlier, later):
-            found_calls = captured(self._model, stack, mine, constants, device)
-            for batch, (state, arguments) in zip(self._mine, found_calls, strict=True):
-                self._states.put(number, 0, batch, Inputs(state))
+        with onload_blocks(self._model, offload, earlier, later):
+            found_calls = capture_block_inputs(self._model, stack, local, constants, device)
+            for batch, (state, arguments) in zip(self._local_batches, found_calls, strict=True):
+                self._states.put(number, 0, batch, BlockInputs(state))
                 calls[batch], rows[batch] = arguments, _rows(state)
-        self._ranks.wait()
-        asking = {homes[j] for j in self._modules if j in homes and self._asks_drift(j)}
-        beside = max((i for i, path in enumerate(stack.paths) if path in asking), default=-1)  # the last with a twin
-        done = next((i for i, path in enumerate(stack.paths) if not residence.is_done(path)), len(stack.paths))
+        self._ranks.barrier()
+        needing_drift = {block_of_layer[j] for j in self._modules if j in block_of_layer and self._needs_drift(j)}
+        last_float_block = max(
+            (i for i, path in enumerate(stack.paths) if path in needing_drift), default=-1
+        )  # the last with a float block
+        done = next((i for i, path in enumerate(stack.paths) if not offload.is_completed(path)), len(stack.paths))
         for i in range(self._states.latest(number, done, len(self._batches)), len(stack.paths)):
             path, last = stack.paths[i], i + 1 == len(stack.paths)
-            inside = [j for j in self._modules if homes.get(j) == path]
+            inside = [j for j in self._modules if block_of_layer.get(j) == path]
             if last and not inside:
                 break
-            with residence.block(path):
+            with offload.block(path):
                 block = self._model.get_submodule(path)
 
-                def run(batch: int, block: nn.Module = block, i: int = i, floats: bool = False) -> object:
+                def run(batch: int, block: nn.Module = block, i: int = i, use_float: bool = False) -> object:
                     inputs = self._states.get(number, i, batch)
-                    args, kwargs = calls[batch][i].filled(inputs.meant if floats else inputs.leaves, constants, device)
+                    args, kwargs = calls[batch][i].fill(inputs.float_leaves if use_float else inputs.values, constants, device)
                     with default_device(device):
                         return block(*args, **kwargs)
 
                 scope = dict(block.named_modules(prefix=path))
-                if path in asking and self._rescaler is not None:
+                if path in needing_drift and self._rescaler is not None:
                     self._rescale(inside, self._collected(inside, run), run, scope)
-                twin = None
-                if i <= beside:
+                float_block = None
+                if i <= last_float_block:
                     if i < done:
                         raise ValueError(f"{path} is finished, and what it gave is not there any more: begin in a new folder")
-                    twin = Twin(
-                        block, path, self._dtypes([j for j in inside if j in self._heard]), partial(run, floats=True), rows
+                    float_block = FloatBlock(
+                        block,
+                        path,
+                        self._dtypes([j for j in inside if j in self._with_statistics]),
+                        partial(run, use_float=True),
+                        rows,
                     )
-                if path in asking and twin is not None:
-                    self._in_steps(inside, run, scope, twin)
+                if path in needing_drift and float_block is not None:
+                    self._quantize_by_level(inside, run, scope, float_block)
                 else:
                     self._quantize(inside, run, scope)
                 if not last:
-                    for batch in self._mine:
-                        given = _carried(run(batch), stack.carried(i))
-                        floats = _carried(twin.run(batch), stack.carried(i)) if twin is not None and i < beside else None
-                        self._states.put(number, i + 1, batch, Inputs(given, floats))
-                self._ranks.wait()
+                    for batch in self._local_batches:
+                        outputs = _block_outputs(run(batch), stack.next_inputs(i))
+                        float_outputs = (
+                            _block_outputs(float_block.run(batch), stack.next_inputs(i))
+                            if float_block is not None and i < last_float_block
+                            else None
+                        )
+                        self._states.put(number, i + 1, batch, BlockInputs(outputs, float_outputs))
+                self._ranks.barrier()
                 if i >= done and self._ranks.rank == 0:
-                    residence.keep(path, [self._replacement.entries[j] for j in inside])
-                self._ranks.wait()
+                    offload.save_block(path, [self._replacement.entries[j] for j in inside])
+                self._ranks.barrier()
             if self._ranks.rank == 0:
                 self._states.drop(number, i)
 
-    def _rest(self, paths: list[str]) -> None:
+    def _calibrate_remaining(self, paths: list[str]) -> None:
         """What stands outside of blocks, by runs of the whole model."""
-        rest = list(self._modules)
-        if rest:
-            with streamed(self._model, self._residence, paths):
+        remaining = list(self._modules)
+        if remaining:
+            with onload_blocks(self._model, self._offload, paths):
                 inside = tuple(f"{path}." for path in paths)
                 scope = {n: m for n, m in self._model.named_modules() if n not in paths and not n.startswith(inside)}
-                self._quantize(rest, lambda batch: call(self._model, self._batches[batch], self._residence.device), scope)
+                self._quantize(remaining, lambda batch: call(self._model, self._batches[batch], self._offload.device), scope)
                 if self._rescaler is not None:
-                    self._residence.hold(self._rescaler.changed)
+                    self._offload.mark_modified(self._rescaler.modified)
 
     # ---- statistics ----------------------------------------------------------------------------------------------
 
-    def _asks_drift(self, i: int) -> bool:
-        target = self._replacement.entries[i].target
-        return target is not None and target.asks_drift
+    def _needs_drift(self, i: int) -> bool:
+        config = self._replacement.entries[i].config
+        return config is not None and config.needs_drift
 
     def _dtypes(self, places: Sequence[int]) -> dict[str, torch.dtype]:
         """In which dtypes the layers at ``places`` came, by name."""
         return {self._names[i]: getattr(torch, self._replacement.entries[i].dtype) for i in places}
 
-    def _in_steps(self, places: list[int], run: Callable[[int], object], scope: Mapping[str, nn.Module], twin: Twin) -> None:
+    def _quantize_by_level(
+        self, places: list[int], run: Callable[[int], object], scope: Mapping[str, nn.Module], float_block: FloatBlock
+    ) -> None:
         """Round and replace the layers at ``places`` in the order in which they read each other, each with statistics of what
-        those before it, rounded, give, and of how far that is from what ``twin`` gives."""
+        those before it, rounded, give, and of how far that is from what ``float_block`` gives."""
         dtypes = self._dtypes(places)
-        modules = {self._names[i]: self._modules[i] for i in places if i in self._heard}
+        modules = {self._names[i]: self._modules[i] for i in places if i in self._with_statistics}
 
-        def ready(batch: int) -> object:
-            left = {self._names[i]: self._modules[i] for i in places if i in self._modules and i in self._heard}
-            with narrowed(left, {name: dtypes[name] for name in left}):
+        def run_in_dtypes(batch: int) -> object:
+            left = {self._names[i]: self._modules[i] for i in places if i in self._modules and i in self._with_statistics}
+            with in_dtypes(left, {name: dtypes[name] for name in left}):
                 return run(batch)
 
-        mine = steps(modules, partial(ready, self._mine[0])) if self._mine else None
-        order = next((found for found in self._ranks.gathered(mine) if found is not None), [])
+        local = topological_levels(modules, partial(run_in_dtypes, self._local_batches[0])) if self._local_batches else None
+        order = next((found for found in self._ranks.all_gather(local) if found is not None), [])
         at = {self._names[i]: i for i in places}
         for step in [[name for name in at if name not in modules], *order]:
-            self._quantize([at[name] for name in step], ready, scope, twin)
+            self._quantize([at[name] for name in step], run_in_dtypes, scope, float_block)
 
     def _quantize(
-        self, places: list[int], run: Callable[[int], object], scope: Mapping[str, nn.Module], twin: Twin | None = None
+        self,
+        places: list[int],
+        run: Callable[[int], object],
+        scope: Mapping[str, nn.Module],
+        float_block: FloatBlock | None = None,
     ) -> None:
         """Round and replace the layers at ``places`` with the statistics of ``run``, called with each batch, which runs the
-        modules in ``scope``, which are rewritten before, unless a ``twin`` runs beside them.
+        modules in ``scope``, which are rewritten before, unless a ``float_block`` runs beside them.
 
         Every process rounds some of the groups, and all place what came of them. Where there is no room for all statistics at
         once, batches run again for the rest, and no layer is replaced before every one is rounded: the bytes are the same.
         """
-        held: dict[int, RoundedWeight] = {}
+        rounded_weights: dict[int, RoundedWeight] = {}
         while places:
-            collector = self._collected(places, run, twin)
-            later = [i for i in places if collector.postponed(self._names[i])]
+            collector = self._collected(places, run, float_block)
+            later = [i for i in places if collector.is_deferred(self._names[i])]
             now = [i for i in places if i not in later]
-            if self._rescaler is not None and twin is None:
+            if self._rescaler is not None and float_block is None:
                 self._rescale(now, collector, run, scope)
-            if not self._replacement.rounds:
+            if not self._replacement.quantizes:
                 for i in now:
-                    self._carry_out(i, None)
+                    self._replace_layer(i, None)
             else:
-                held |= self._rounded(now, collector, hold=bool(later or held))
+                rounded_weights |= self._rounded(now, collector, hold=bool(later or rounded_weights))
             places = later
         # Of a tied weight the layer that has data decides.
-        for i in sorted(held, key=lambda i: held[i].loss is None):
-            self._replacement.place(i, held[i])
+        for i in sorted(rounded_weights, key=lambda i: rounded_weights[i].loss is None):
+            self._replacement.place(i, rounded_weights[i])
             del self._modules[i]
 
     def _rounded(self, places: list[int], collector: Collector, hold: bool) -> dict[int, RoundedWeight]:
@@ -251,66 +267,66 @@ class Calibrator:
         groups: dict[str, list[int]] = {}
         for i in places:
             groups.setdefault(collector.group(self._names[i]), []).append(i)
-        mine: dict[int, RoundedWeight] = {}
-        for number, group in enumerate(sorted(groups, key=lambda group: not collector.reached(group))):
-            self._residence.trim()
+        local: dict[int, RoundedWeight] = {}
+        for number, group in enumerate(sorted(groups, key=lambda group: not collector.has_data(group))):
+            self._offload.trim()
             if number % self._ranks.count != self._ranks.rank:
-                collector.let_go(group)
+                collector.discard(group)
                 continue
-            statistics = collector.taken(group)
+            statistics = collector.pop_statistics(group)
             for i in groups[group]:
                 if hold:
-                    mine[i] = self._replacement.round(i, statistics, calibrated=True)
+                    local[i] = self._replacement.round(i, statistics, calibrated=True)
                 else:
-                    self._carry_out(i, statistics)
-                self._residence.trim()
+                    self._replace_layer(i, statistics)
+                self._offload.trim()
         if self._ranks.count == 1:
-            return mine
-        mine = {i: rounded._replace(weight=moved(rounded.weight, "cpu")) for i, rounded in mine.items()}
-        return {i: rounded for part in self._ranks.gathered(mine) for i, rounded in part.items()}
+            return local
+        local = {i: rounded._replace(weight=moved(rounded.weight, "cpu")) for i, rounded in local.items()}
+        return {i: rounded for part in self._ranks.all_gather(local) for i, rounded in part.items()}
 
     def _rescale(
         self, places: list[int], collector: Collector, run: Callable[[int], object], scope: Mapping[str, nn.Module]
     ) -> None:
         """What comes between collecting and rounding. One batch is enough to see who reads what."""
         assert self._rescaler is not None
-        first = next(iter(self._mine), None)
-        heard = [i for i in places if i in self._heard]
-        self._rescaler.rescale(scope, heard, collector, None if first is None else partial(run, first))
-        for i in heard:
+        first = next(iter(self._local_batches), None)
+        with_statistics = [i for i in places if i in self._with_statistics]
+        self._rescaler.rescale(scope, with_statistics, collector, None if first is None else partial(run, first))
+        for i in with_statistics:
             self._modules[i] = self._rescaler.module(i)
             self._replacement.note(i, self._rescaler.records.get(i, ()), self._rescaler.notes.get(i, ()))
-        self._residence.trim()
+        self._offload.trim()
 
     def _collected(
-        self, places: list[int], run: Callable[[int], object], twin: Twin | None = None, share: bool = True
+        self, places: list[int], run: Callable[[int], object], float_block: FloatBlock | None = None, share: bool = True
     ) -> Collector:
-        modules = {self._names[i]: self._modules[i] for i in places if i in self._heard}
-        collector = Collector(modules, self._padding, share, self._room, drifts=twin is not None)
+        modules = {self._names[i]: self._modules[i] for i in places if i in self._with_statistics}
+        collector = Collector(modules, self._padding, share, self._statistics_bytes, drifts=float_block is not None)
         error: ValueError | None = None
         try:
-            for number in self._mine:
+            for number in self._local_batches:
                 batch = self._batches[number]
-                meant, rows = ({}, 0) if twin is None else twin.heard(modules, number)
-                with collector.listening(number, batch, meant, rows):
+                float_inputs, rows = ({}, 0) if float_block is None else float_block.layer_inputs(modules, number)
+                with collector.observing(number, batch, float_inputs, rows):
                     run(number)
-                self._residence.trim()
-            parted = False
-        except PartedError:
-            parted = True
+                self._offload.trim()
+            diverged = False
+        except InputsDivergedError:
+            diverged = True
         except ValueError as found:
-            parted, error = False, found
-        if not collector.join(self._ranks, parted, error):
-            return self._collected(places, run, twin, share=False)
+            diverged, error = False, found
+        if not collector.all_reduce(self._ranks, diverged, error):
+            return self._collected(places, run, float_block, share=False)
         return collector
 
 
-def _carried(output: object, wanted: list[int]) -> dict[int, object]:
+def _block_outputs(output: object, indices: list[int]) -> dict[int, object]:
     """The leaves of a block's output that the next one reads."""
-    given = list(leaves(output))
-    return {i: given[i].detach().cpu() if isinstance(given[i], Tensor) else given[i] for i in wanted}
+    outputs = list(tree_leaves(output))
+    return {i: outputs[i].detach().cpu() if isinstance(outputs[i], Tensor) else outputs[i] for i in indices}
 
 
-def _rows(leaves: dict[int, object]) -> int:
-    """Of the first tensor in ``leaves`` [..., K], the rows."""
-    return next((leaf.numel() // leaf.shape[-1] for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.numel()), 0)
+def _rows(values: dict[int, object]) -> int:
+    """Of the first tensor in ``tree_leaves`` [..., K], the rows."""
+    return next((leaf.numel() // leaf.shape[-1] for leaf in values.values() if isinstance(leaf, Tensor) and leaf.numel()), 0)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import Previous, Stack, call
-from .byproducts import fresh, is_cache
+from .blocks import PreviousOutput, Stack, call
+from .cache_and_loss import copied_if_cache, is_cache
 from .data import Batch
-from .nesting import leaves, rebuilt
+from .pytree import tree_leaves, tree_map
 
-__all__ = ["Arguments", "Constants", "captured"]
+__all__ = ["Arguments", "Constants", "capture_block_inputs"]
 
 
 class Constants:
@@ -29,7 +29,7 @@ class Constants:
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def keep(self, tensor: Tensor) -> str:
+    def add(self, tensor: Tensor) -> str:
         """The key under which :meth:`get` gives ``tensor`` from now on."""
         tensor = tensor.detach().cpu().contiguous()
         digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
@@ -49,27 +49,27 @@ class _Constant:
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a block is called, with :class:`~lowbit.calibration.blocks.Previous` and constants in the places of tensors."""
+    """How a block is called, with :class:`~lowbit.calibration.blocks.PreviousOutput` and constants in the places of tensors."""
 
     template: Any
 
-    def filled(self, given: dict[int, Any], constants: Constants, device: torch.device | None) -> tuple[Any, dict[str, Any]]:
-        """(args, kwargs), with the leaves ``given`` of the block before, on ``device``."""
+    def fill(self, inputs: dict[int, Any], constants: Constants, device: torch.device | None) -> tuple[Any, dict[str, Any]]:
+        """(args, kwargs), with the leaves ``inputs`` of the block before, on ``device``."""
 
-        def leaf(what: Any) -> Any:
-            found = given[what.index] if isinstance(what, Previous) else what
-            found = constants.get(found.key) if isinstance(found, _Constant) else fresh(found)
+        def leaf(value: Any) -> Any:
+            found = inputs[value.index] if isinstance(value, PreviousOutput) else value
+            found = constants.get(found.key) if isinstance(found, _Constant) else copied_if_cache(found)
             return found.to(device) if device is not None and isinstance(found, Tensor) else found
 
-        args, kwargs = rebuilt(self.template, leaf)
+        args, kwargs = tree_map(self.template, leaf)
         return args, kwargs
 
 
-class _Enough(Exception):  # noqa: N818 - no error: the last block has been called, and nothing behind it matters
+class _StopForward(Exception):  # noqa: N818 - no error: the last block has been called, and nothing behind it matters
     pass
 
 
-def captured(
+def capture_block_inputs(
     model: nn.Module, stack: Stack, batches: Sequence[Batch], constants: Constants, device: torch.device | None = None
 ) -> Iterator[tuple[dict[int, Any], list[Arguments]]]:
     """For each batch what comes into the first block of ``stack``, by its leaf, and the arguments of every block.
@@ -82,19 +82,19 @@ def captured(
 
     def stand_in(i: int) -> Callable[..., Any]:
         sources = stack.sources[i]
-        handed = stack.sources[min(i + 1, len(stack.paths) - 1)]
+        next_sources = stack.sources[min(i + 1, len(stack.paths) - 1)]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             calls.append((args, kwargs))
-            for leaf in leaves((args, kwargs)):
+            for leaf in tree_leaves((args, kwargs)):
                 if is_cache(leaf) and id(leaf) not in caches:
-                    caches[id(leaf)] = leaf, fresh(leaf)
+                    caches[id(leaf)] = leaf, copied_if_cache(leaf)
             if i + 1 == len(stack.paths):
-                raise _Enough
-            given = list(leaves((args, kwargs)))
-            known = {index: given[place] for place, index in sources.items() if place < len(given)}
-            known = {index: known.get(index) for index in handed.values()}
-            return rebuilt(stack.shapes[i], lambda index: known.get(index))
+                raise _StopForward
+            inputs = list(tree_leaves((args, kwargs)))
+            outputs = {index: inputs[place] for place, index in sources.items() if place < len(inputs)}
+            outputs = {index: outputs.get(index) for index in next_sources.values()}
+            return tree_map(stack.shapes[i], lambda index: outputs.get(index))
 
         return forward
 
@@ -106,12 +106,12 @@ def captured(
             for i, module in enumerate(modules):
                 restored.callback(_restore, module, module.__dict__.get("forward"))
                 module.forward = stand_in(i)
-            with contextlib.suppress(_Enough):
+            with contextlib.suppress(_StopForward):
                 call(model, batch, device)
         if len(calls) != len(modules):
             raise RuntimeError(f"{len(calls)} of the {len(modules)} blocks of {stack.paths[0].rpartition('.')[0]} ran")
-        first = list(leaves(calls[0]))
-        state = {index: _kept(first[place]) for place, index in stack.sources[0].items()}
+        first = list(tree_leaves(calls[0]))
+        state = {index: _to_cpu(first[place]) for place, index in stack.sources[0].items()}
         copies = {key: copied for key, (_, copied) in caches.items()}
         yield state, [_template(arguments, stack.sources[i], constants, copies) for i, arguments in enumerate(calls)]
 
@@ -123,17 +123,17 @@ def _restore(module: nn.Module, forward: Any) -> None:
         module.__dict__["forward"] = forward
 
 
-def _kept(what: Any) -> Any:
-    return what.detach().cpu() if isinstance(what, Tensor) else what
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _template(arguments: tuple[Any, Any], sources: dict[int, int], constants: Constants, caches: dict[int, Any]) -> Arguments:
     places = iter(range(1 << 30))
 
-    def leaf(what: Any) -> Any:
+    def leaf(value: Any) -> Any:
         place = next(places)
         if place in sources:
-            return Previous(sources[place])
-        return _Constant(constants.keep(what)) if isinstance(what, Tensor) else caches.get(id(what), what)
+            return PreviousOutput(sources[place])
+        return _Constant(constants.add(value)) if isinstance(value, Tensor) else caches.get(id(value), value)
 
-    return Arguments(rebuilt(arguments, leaf))
+    return Arguments(tree_map(arguments, leaf))

@@ -14,10 +14,10 @@ from .data import Batch
 from .padding import Padding
 from .ranks import Ranks
 
-__all__ = ["Collector", "PartedError", "read_by"]
+__all__ = ["Collector", "InputsDivergedError", "read_by"]
 
 
-class PartedError(RuntimeError):
+class InputsDivergedError(RuntimeError):
     """Layers that read one tensor in the first call read several later: their statistics have to be taken apart."""
 
 
@@ -25,8 +25,8 @@ class Collector:
     """Listens to ``modules`` and sums up what they read, without ``padding``.
 
     Two layers share a tally where both read the very same tensor when they are first called, which is checked in every
-    later call. ``share=False`` gives each its own. Where the tallies would take more than ``room`` bytes, those that come
-    first are summed up, at least one, and the layers of the others are :meth:`postponed`, for another run. ``drifts``: also sum
+    later call. ``share=False`` gives each its own. Where the tallies would take more than ``limit_bytes`` bytes, those that come
+    first are summed up, at least one, and the layers of the others are :meth:`is_deferred`, for another run. ``drifts``: also sum
     up how far what they read is from what the float model gives there.
     """
 
@@ -35,10 +35,10 @@ class Collector:
         modules: Mapping[str, nn.Module],
         padding: Padding,
         share: bool = True,
-        room: int | None = None,
+        limit_bytes: int | None = None,
         drifts: bool = False,
     ) -> None:
-        self._modules, self._padding, self._share, self._room, self._drifts = modules, padding, share, room, drifts
+        self._modules, self._padding, self._share, self._limit_bytes, self._drifts = modules, padding, share, limit_bytes, drifts
         self._full: set[str] = set()  # leaders without a tally
         self._leaders: dict[str, str] = {}
         self._tallies: dict[str, Tally] = {}
@@ -46,29 +46,29 @@ class Collector:
         self._calls: dict[str, int] = {}
         self._reading: dict[str, tuple[Tensor, int, int]] = {}  # in this run, by leader: what it read, its version, which call
         self._number, self._batch = 0, Batch((), {})
-        self._meant: dict[str, Iterator[Tensor]] = {}
+        self._float_inputs: dict[str, Iterator[Tensor]] = {}
         self._rows = 0
 
     @contextlib.contextmanager
-    def listening(
-        self, number: int, batch: Batch, meant: Mapping[str, Sequence[Tensor]] | None = None, rows: int = 0
+    def observing(
+        self, number: int, batch: Batch, float_inputs: Mapping[str, Sequence[Tensor]] | None = None, rows: int = 0
     ) -> Iterator[None]:
-        """Within the block, a run on the ``batch`` of this ``number``, the modules' inputs count. ``meant``: what the float
-        model's layers read, by name and call by call; only where a layer reads as many ``rows`` as the block does, since an
+        """Within the block, a run on the ``batch`` of this ``number``, the modules' inputs count. ``float_inputs``: what the
+        float model's layers read, by name and call by call; only where a layer reads as many ``rows`` as the block does, since an
         expert hears other tokens as soon as its router hears other numbers."""
         self._number, self._batch, self._rows = number, batch, rows
-        self._meant = {name: iter(calls) for name, calls in (meant or {}).items()}
-        with self._padding.watching(), contextlib.ExitStack() as hooks:
+        self._float_inputs = {name: iter(calls) for name, calls in (float_inputs or {}).items()}
+        with self._padding.tracking_encoder(), contextlib.ExitStack() as hooks:
             for name, module in self._modules.items():
                 hooks.callback(module.register_forward_pre_hook(self._hook(name), with_kwargs=True).remove)
             try:
                 yield
             finally:
                 self._reading.clear()
-                self._meant.clear()
+                self._float_inputs.clear()
         for name, leader in self._leaders.items():
             if self._calls[name] != self._calls[leader]:
-                raise PartedError(f"{name} and {leader} were not called as often")
+                raise InputsDivergedError(f"{name} and {leader} were not called as often")
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,14 +80,14 @@ class Collector:
 
     def _add(self, name: str, x: Tensor) -> None:
         calls = self._calls[name] = self._calls.get(name, 0) + 1
-        meant = next(self._meant.get(name, iter(())), None)
+        float_inputs = next(self._float_inputs.get(name, iter(())), None)
         if name not in self._leaders:
             self._leaders[name] = self._leader(name, x) if self._share and calls == 1 else name
         leader = self._leaders[name]
         if leader != name:
             read = self._reading.get(leader)
             if read is None or read[2] != calls or not _same(read, x):
-                raise PartedError(f"{name} and {leader} read one tensor in their first call, and two in a later one")
+                raise InputsDivergedError(f"{name} and {leader} read one tensor in their first call, and two in a later one")
             return
         self._reading[name] = x, x._version, calls
         if name not in self._tallies and name not in self._full:
@@ -96,46 +96,46 @@ class Collector:
             else:
                 self._full.add(name)
         if name not in self._full:
-            if meant is not None and (meant.shape != x.shape or x.numel() != self._rows * x.shape[-1]):
-                meant = None
-            kept = self._padding.kept(x, self._batch, name)
-            wanted = None if meant is None else self._padding.kept(meant, self._batch, name, x)
-            self._tallies[name].add(kept, name, self._number, wanted)
+            if float_inputs is not None and (float_inputs.shape != x.shape or x.numel() != self._rows * x.shape[-1]):
+                float_inputs = None
+            x_without_padding = self._padding.without_padding(x, self._batch, name)
+            float_x = None if float_inputs is None else self._padding.without_padding(float_inputs, self._batch, name, x)
+            self._tallies[name].add(x_without_padding, name, self._number, float_x)
 
     def _fits(self, k: int) -> bool:
-        taken = sum(matrix.nbytes for tally in self._tallies.values() for matrix in tally.matrices)
-        return self._room is None or not self._tallies or taken + (16 if self._drifts else 8) * k * k <= self._room
+        used = sum(matrix.nbytes for tally in self._tallies.values() for matrix in tally.matrices)
+        return self._limit_bytes is None or not self._tallies or used + (16 if self._drifts else 8) * k * k <= self._limit_bytes
 
     def _leader(self, name: str, x: Tensor) -> str:
         return next((other for other, read in self._reading.items() if read[2] == 1 and _same(read, x)), name)
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
 
-    def join(self, ranks: Ranks, parted: bool, error: ValueError | None) -> bool:
-        """Sum up what all processes heard. False where layers that share a tally in one do not in another, or ``parted``.
+    def all_reduce(self, ranks: Ranks, diverged: bool, error: ValueError | None) -> bool:
+        """Sum up what all processes heard. False where layers that share a tally in one do not in another, or ``diverged``.
 
         Raises the first ``error`` of any process, in all of them.
         """
         sizes = {name: len(tally.absmax) for name, tally in self._tallies.items()}
-        heard = ranks.gathered((parted, error, dict(self._leaders), sizes))
-        for _, found, _, _ in heard:
+        gathered = ranks.all_gather((diverged, error, dict(self._leaders), sizes))
+        for _, found, _, _ in gathered:
             if found is not None:
                 raise found
         leaders: dict[str, str] = {}
-        for _, _, theirs, _ in heard:
-            for name, leader in theirs.items():
-                parted = parted or leaders.setdefault(name, leader) != leader
-        if parted or any(apart for apart, _, _, _ in heard):
+        for _, _, leaders_there, _ in gathered:
+            for name, leader in leaders_there.items():
+                diverged = diverged or leaders.setdefault(name, leader) != leader
+        if diverged or any(diverged_there for diverged_there, _, _, _ in gathered):
             return False
         self._leaders = leaders
         device = next((tally.gram.device for tally in self._tallies.values()), torch.device("cpu"))
         # In the order of the model, which is the same everywhere; a layer that heard nothing here adds nothing.
-        known = {name: k for _, _, _, theirs in heard for name, k in theirs.items()}
-        heard_of = [name for name in self._modules if name in known]
-        tallies = {name: self._tallies.get(name) or Tally(known[name], device, self._drifts) for name in heard_of}
+        widths = {name: k for _, _, _, sizes_there in gathered for name, k in sizes_there.items()}
+        observed = [name for name in self._modules if name in widths]
+        tallies = {name: self._tallies.get(name) or Tally(widths[name], device, self._drifts) for name in observed}
         self._tallies.clear()
         for name in sorted(tallies, key=lambda name: len(tallies[name].absmax)):  # the largest last: each takes half from here on
-            tally = ranks.summed(tallies.pop(name))
+            tally = ranks.all_reduce(tallies.pop(name))
             if tally.count:
                 self._found[name] = tally.statistics()
         return True
@@ -144,11 +144,11 @@ class Collector:
         """The layer whose tally is that of ``name``."""
         return self._leaders.get(name, name)
 
-    def postponed(self, name: str) -> bool:
+    def is_deferred(self, name: str) -> bool:
         """Whether there was no room for what ``name`` reads."""
         return self.group(name) in self._full
 
-    def reached(self, group: str) -> bool:
+    def has_data(self, group: str) -> bool:
         """Whether anything reached ``group``, and it is not let go."""
         return group in self._found
 
@@ -156,19 +156,19 @@ class Collector:
         """The statistics of a group; None where nothing reached it."""
         return self._found.get(group)
 
-    def dead(self, group: str) -> int:
+    def dead_channels(self, group: str) -> int:
         """How many channels of a group's input were 0 in every row."""
         return int((self._found[group].absmax == 0).sum())
 
-    def divide(self, group: str, s: Tensor) -> None:
+    def rescale(self, group: str, s: Tensor) -> None:
         """The layers of ``group`` read x / s from now on."""
         self._found[group] = self._found[group].scaled(s)
 
-    def let_go(self, group: str) -> None:
+    def discard(self, group: str) -> None:
         """Another process sees to this group."""
         self._found.pop(group, None)
 
-    def taken(self, group: str) -> Statistics | None:
+    def pop_statistics(self, group: str) -> Statistics | None:
         """The statistics of a group, by the name of its first layer, which are let go; None where nothing reached it."""
         return self._found.pop(group, None)
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..ambient import isolated
-from ..checkpoint.skeleton import is_pretrained
+from ..checkpoint.hf_config import is_pretrained
+from ..torch_state import isolated
 
 __all__ = ["Batch", "Calibration", "CalibrationLike", "Data", "amount"]
 
@@ -68,9 +68,9 @@ class Calibration:
         return isinstance(data, (str, os.PathLike)) or (isinstance(data, Sequence) and bool(data) and isinstance(data[0], str))
 
     @staticmethod
-    def of(what: CalibrationLike) -> Calibration:
+    def of(value: CalibrationLike) -> Calibration:
         """A calibration from anything that can be its ``data``."""
-        return what if isinstance(what, Calibration) else Calibration(what)
+        return value if isinstance(value, Calibration) else Calibration(value)
 
     @isolated()
     def batches(self, model: nn.Module) -> list[Batch]:
@@ -91,7 +91,7 @@ class Calibration:
         elif isinstance(data, Mapping):
             yield _batch(data, model)
         elif isinstance(data, Tensor):
-            yield from self._of_rows(data[: self.rows], model) if _is_ids(data) else [_batch(data[: self.rows], model)]
+            yield from self._of_rows(data[: self.rows], model) if _is_token_ids(data) else [_batch(data[: self.rows], model)]
         elif isinstance(data, Sequence) and data and isinstance(data[0], str):
             yield from self._of_rows(self._rows_of_texts(data, model), model)
         elif isinstance(data, Sequence) and data and _is_row(data[0]):
@@ -105,8 +105,8 @@ class Calibration:
 
     def _of_batches(self, data: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
         left = self.rows
-        for what in data:
-            batch = _batch(what, model)
+        for value in data:
+            batch = _batch(value, model)
             yield batch
             if left is not None:
                 first = next((v for v in (*batch.args, *batch.kwargs.values()) if isinstance(v, Tensor) and v.dim()), None)
@@ -156,11 +156,11 @@ class Calibration:
             try:
                 with path.open(encoding="utf-8") as file:
                     text = file.read(size)
-                    whole = not file.read(1)
+                    is_whole_text = not file.read(1)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is no text in UTF-8: {error}") from None
             ids = _tokens(tokenizer, text)
-            if whole or len(ids) > length * rows + length:  # what a cut does to the last words is behind the rows
+            if is_whole_text or len(ids) > length * rows + length:  # what a cut does to the last words is behind the rows
                 break
             size *= 2
         found = [ids[start : start + length] for start in range(0, len(ids), length)][:rows]
@@ -200,7 +200,7 @@ def amount(batches: Iterable[Batch]) -> dict[str, int]:
     rows = tokens = 0
     for batch in batches:
         given = [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor) and value.dim()]
-        ids = batch.kwargs.get("input_ids", next((value for value in given if _is_ids(value)), None))
+        ids = batch.kwargs.get("input_ids", next((value for value in given if _is_token_ids(value)), None))
         mask = batch.kwargs.get("attention_mask")
         rows += len(given[0]) if given else 1
         if isinstance(ids, Tensor):
@@ -214,7 +214,7 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     return found
 
 
-def _is_ids(tensor: Tensor) -> bool:
+def _is_token_ids(tensor: Tensor) -> bool:
     return tensor.dim() == 2 and not tensor.is_floating_point()
 
 
@@ -225,21 +225,21 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(token, int) for token in value[:1])
 
 
-def _batch(what: Any, model: nn.Module) -> Batch:
-    if isinstance(what, Mapping):
-        given = {str(key): _on_cpu(value) for key, value in what.items()}
-        if is_pretrained(model) and not _takes(model, "labels"):
+def _batch(value: Any, model: nn.Module) -> Batch:
+    if isinstance(value, Mapping):
+        given = {str(key): _on_cpu(value) for key, value in value.items()}
+        if is_pretrained(model) and not _accepts(model, "labels"):
             given.pop("labels", None)  # of data that is meant for a head, given to a model without one
         return Batch((), given)
-    if isinstance(what, Tensor):
-        ids = is_pretrained(model) and not what.is_floating_point()
-        return Batch((), {"input_ids": _on_cpu(what)}) if ids else Batch((_on_cpu(what),), {})
-    if isinstance(what, (tuple, list)):
-        return Batch(tuple(map(_on_cpu, what)), {})
-    raise TypeError(f"a batch of calibration data is a dict, a tensor or a tuple of tensors, got {what!r:.80}")
+    if isinstance(value, Tensor):
+        ids = is_pretrained(model) and not value.is_floating_point()
+        return Batch((), {"input_ids": _on_cpu(value)}) if ids else Batch((_on_cpu(value),), {})
+    if isinstance(value, (tuple, list)):
+        return Batch(tuple(map(_on_cpu, value)), {})
+    raise TypeError(f"a batch of calibration data is a dict, a tensor or a tuple of tensors, got {value!r:.80}")
 
 
-def _takes(model: nn.Module, name: str) -> bool:
+def _accepts(model: nn.Module, name: str) -> bool:
     """Whether ``model`` can be called with an argument of this name."""
     parameters = inspect.signature(model.forward).parameters.values()
     return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..checkpoint.skeleton import is_pretrained
+from ..checkpoint.hf_config import is_pretrained
 from .data import Batch
-from .nesting import leaves
+from .pytree import tree_leaves
 
 __all__ = ["Padding"]
 
@@ -37,7 +37,7 @@ class Padding:
         self._masks: tuple[Batch, list[Tensor]] | None = None  # of the last batch that was asked for
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def tracking_encoder(self) -> Iterator[None]:
         """Within the block, which runs the model or a part of it once, what its decoder reads of its encoder is seen."""
 
         def before(module: nn.Module) -> Callable[..., None]:
@@ -45,7 +45,7 @@ class Padding:
 
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 given = {**dict(zip(names, args, strict=False)), **kwargs}.get(_STATES)
-                self._states |= {_storage(leaf) for leaf in leaves(given) if isinstance(leaf, Tensor)}
+                self._states |= {_storage(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
 
             return hook
 
@@ -57,7 +57,7 @@ class Padding:
             finally:
                 self._states.clear()
 
-    def kept(self, x: Tensor, batch: Batch, name: str = "", read: Tensor | None = None) -> Tensor:
+    def without_padding(self, x: Tensor, batch: Batch, name: str = "", read: Tensor | None = None) -> Tensor:
         """``x`` without padding, its tokens in one dimension; as it is where there is none.
 
         ``x``: what the module ``name`` reads (or gives, where it ``read`` that), [rows, tokens, ...], [tokens, rows, ...] or
@@ -97,8 +97,8 @@ class Padding:
         return [found for found in (first, second) if found is not None]
 
 
-def _mask(what: Any) -> Tensor | None:
-    return what.bool() if isinstance(what, Tensor) and what.dim() == 2 else None
+def _mask(value: Any) -> Tensor | None:
+    return value.bool() if isinstance(value, Tensor) and value.dim() == 2 else None
 
 
 def _all(*inputs: Any) -> Tensor | None:
@@ -111,8 +111,8 @@ def _encoder_of(model: nn.Module) -> str | None:
     """The name of the encoder in ``model``, where one of transformers' models in it has a decoder beside it."""
     for module in model.modules():
         if is_pretrained(module) and getattr(module.config, "is_encoder_decoder", False):
-            whole: Any = module
-            encoder = whole.get_encoder()
+            parent: Any = module
+            encoder = parent.get_encoder()
             return next((name for name, found in model.named_modules() if found is encoder and encoder is not module), None)
     return None
 

@@ -23,31 +23,31 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        there = distributed.is_available() and distributed.is_initialized()
-        self.rank: int = distributed.get_rank() if there else 0
-        self.count: int = distributed.get_world_size() if there else 1
+        is_initialized = distributed.is_available() and distributed.is_initialized()
+        self.rank: int = distributed.get_rank() if is_initialized else 0
+        self.count: int = distributed.get_world_size() if is_initialized else 1
 
-    def share(self, total: int) -> range:
+    def shard(self, total: int) -> range:
         """Which of ``total`` things in a row are those of this process: neighbours, so that sums keep their order."""
         return range(self.rank * total // self.count, (self.rank + 1) * total // self.count)
 
-    def gathered(self, mine: _T) -> list[_T]:
+    def all_gather(self, value: _T) -> list[_T]:
         """What every process has, in the order of ranks."""
         if self.count == 1:
-            return [mine]
+            return [value]
         found: list[Any] = [None] * self.count
-        distributed.all_gather_object(found, mine)
+        distributed.all_gather_object(found, value)
         return found
 
-    def agreed(self, mine: _T) -> _T:
+    def broadcast(self, value: _T) -> _T:
         """What the first process has."""
-        return self.gathered(mine)[0]
+        return self.all_gather(value)[0]
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until every process is here."""
-        self.gathered(None)
+        self.all_gather(None)
 
-    def summed(self, tally: Tally) -> Tally:
+    def all_reduce(self, tally: Tally) -> Tally:
         """The sum of the tallies of all processes, in float64 and in the order of ranks, so that all have the same."""
         if self.count == 1:
             return tally
@@ -61,7 +61,7 @@ class Ranks:
                     distributed.broadcast(part, rank)
                     total += part
                 matrix[start : start + _ROWS] = total.to(device)
-        others = self.gathered((tally.absmax.cpu(), tally.count))
+        others = self.all_gather((tally.absmax.cpu(), tally.count))
         tally.absmax = torch.stack([absmax for absmax, _ in others]).amax(0).to(device)
         tally.count = sum(count for _, count in others)
         return tally

@@ -14,9 +14,9 @@ from ..environment import usable_device
 from .assembly import Assembly
 from .card import drop_card, write_card
 from .header import Header
+from .hf_config import build_on_meta, is_pretrained, read_quantization_config, write_config
 from .inventory import Inventory
 from .shards import open_files, write_files
-from .skeleton import built, is_pretrained, recorded, write_config
 from .tensor_file import CheckpointError
 
 __all__ = ["CheckpointError", "load", "save"]
@@ -85,19 +85,19 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None, device:
     where = None if device is None else usable_device(device)
     # Tensors that are made in inference mode could never meet autograd again.
     with torch.inference_mode(False), open_files(path) as files:
-        assembly = Assembly(built(path) if model is None else model, files, where)
+        assembly = Assembly(build_on_meta(path) if model is None else model, files, where)
         assembly.read()
-        loaded = assembly.carry_out().eval()
+        loaded = assembly.apply().eval()
     if not files.header.is_plain and is_pretrained(loaded):
         from ..pretrained.quantizer import attach
 
-        attach(loaded, told=recorded(path))
+        attach(loaded, quantization_config=read_quantization_config(path))
     return loaded
 
 
 def _told(model: nn.Module, header: Header) -> dict[str, Any] | None:
     if header.is_plain:
         return None
-    from ..pretrained.quantizer import told_of
+    from ..pretrained.quantizer import quantization_config_of
 
-    return told_of(model, header)
+    return quantization_config_of(model, header)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ..embedding import QEmbedding
-from ..experts import settle
-from ..extras import hand_over
-from ..inserted import INSERTED
+from ..experts import relayout_experts
 from ..layers import layer_kind, replacement_loses
 from ..linear import QLinear
+from ..module_attributes import transfer_attributes
 from ..packing import unpack
 from ..tensor import QTensor
+from ..transforms import TRANSFORMS
 from .header import Entry
-from .inventory import joined
+from .inventory import join_name
 from .shards import FileSet
 from .tensor_file import CheckpointError, Spec
 
@@ -35,7 +35,7 @@ class _Slot(NamedTuple):
 
 class Assembly:
     """What goes where. Making one compares the files with ``model`` and raises :class:`CheckpointError` with the names of
-    tensors that are missing, left over or of another shape; :meth:`read` reads; :meth:`carry_out` changes the model.
+    tensors that are missing, left over or of another shape; :meth:`read` reads; :meth:`apply` changes the model.
 
     ``new``: names of tensors that no file has, and that stay as they are."""
 
@@ -71,12 +71,12 @@ class Assembly:
         kind, given = settings.get("kind"), {name: value for name, value in settings.items() if name != "kind"}
         if not leaf:  # the model itself, which would stand within itself
             self._refuse(path, f"names no place for the {kind!r:.40} that the file has there")
-        if kind not in INSERTED:
-            self._refuse(path, f"must be one of {', '.join(INSERTED)}, got {kind!r:.40}")
+        if kind not in TRANSFORMS:
+            self._refuse(path, f"must be one of {', '.join(TRANSFORMS)}, got {kind!r:.40}")
         try:
             home = self._inserted.get(parent) or self._model.get_submodule(parent)
             old = home._modules.get(leaf)
-            self._inserted[path] = made = INSERTED[kind].outline(given, old)
+            self._inserted[path] = made = TRANSFORMS[kind].outline(given, old)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             self._refuse(path, f"is a {kind} with {given!r:.120} in the file, which cannot stand in the model ({error!s:.120})")
         if old is None:
@@ -84,7 +84,7 @@ class Assembly:
         elif loses := replacement_loses(old):
             self._refuse(path, f"is a {kind} in the file, and cannot be replaced in the model: {loses}")
         else:
-            hand_over(old, made)
+            transfer_attributes(old, made)
 
     def _visit(self, prefix: str, module: nn.Module) -> None:
         entry = self._header.quantized.get(prefix)
@@ -92,16 +92,16 @@ class Assembly:
             self._check_module(prefix, module, entry)
             self._swaps.append((prefix, module))
             if (transform := self._transform(prefix, module)) is not None:
-                self._visit(joined(prefix, "transform"), transform)
+                self._visit(join_name(prefix, "transform"), transform)
             return
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                self._visit_parameter(joined(prefix, name), module, name, parameter)
+                self._visit_parameter(join_name(prefix, name), module, name, parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                self._visit_buffer(_Slot(joined(prefix, name), module, name, buffer, True))
+                self._visit_buffer(_Slot(join_name(prefix, name), module, name, buffer, True))
         for name, child in module._modules.items():
-            path = joined(prefix, name)
+            path = join_name(prefix, name)
             if child is not None and path not in self._inserted:
                 self._visit(path, child)
         for path, child in self._inserted.items():
@@ -110,7 +110,7 @@ class Assembly:
 
     def _transform(self, path: str, module: nn.Module) -> nn.Module | None:
         """What is done to the input of the layer ``path``."""
-        return self._inserted.get(joined(path, "transform")) or module._modules.get("transform")
+        return self._inserted.get(join_name(path, "transform")) or module._modules.get("transform")
 
     def _visit_parameter(self, path: str, module: nn.Module, name: str, parameter: Tensor) -> None:
         entry = self._header.quantized.get(path)
@@ -150,9 +150,9 @@ class Assembly:
             self._refuse(prefix, f"is quantized in the file, and cannot be replaced in the model: {loses}")
         self._need_parts(prefix, entry)
         if entry.bias:
-            self._need(joined(prefix, "bias"), Spec(entry.dtype, entry.shape[:1]), any_dtype=True)
+            self._need(join_name(prefix, "bias"), Spec(entry.dtype, entry.shape[:1]), any_dtype=True)
         if entry.input_scale:
-            self._need(joined(prefix, "input_scale"), Spec(torch.float32, ()))
+            self._need(join_name(prefix, "input_scale"), Spec(torch.float32, ()))
 
     def _need_parts(self, path: str, entry: Entry) -> None:
         names = entry.names(path)
@@ -190,9 +190,9 @@ class Assembly:
 
     def _check_shared(self) -> None:
         """A module that stands at two places has room for one tensor, not for two."""
-        homes: dict[tuple[int, str], _Slot] = {}
+        locations: dict[tuple[int, str], _Slot] = {}
         for slot in self._slots:
-            first = homes.setdefault((id(slot.module), slot.name), slot)
+            first = locations.setdefault((id(slot.module), slot.name), slot)
             if self._stored(first.path) != self._stored(slot.path):
                 self._refuse(slot.path, f"is the same tensor as {first.path} in the model, and the file holds two")
 
@@ -206,14 +206,16 @@ class Assembly:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     if id(value) not in slots:
-                        self._refuse(joined(prefix, name), "is a plain tensor on the meta device: give a model with its numbers")
+                        self._refuse(
+                            join_name(prefix, name), "is a plain tensor on the meta device: give a model with its numbers"
+                        )
                     self._rebound.append((prefix, name, slots[id(value)]))
 
     def _stored(self, path: str) -> str:
         return self._header.aliases.get(path, path)
 
-    def _refuse(self, path: str, why: str) -> NoReturn:
-        raise CheckpointError(f"{self._files.path(self._stored(path))}: {path} {why}")
+    def _refuse(self, path: str, reason: str) -> NoReturn:
+        raise CheckpointError(f"{self._files.path(self._stored(path))}: {path} {reason}")
 
     # ---- reading ---------------------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class Assembly:
             self._fetch_parts(path, entry, current)
             for name, held in (("bias", entry.bias), ("input_scale", entry.input_scale)):
                 if held:
-                    self._fetch(joined(path, name), current)
+                    self._fetch(join_name(path, name), current)
         for path, _, _, current in self._parameters:
             self._fetch_parts(path, self._header.quantized[path], current)
 
@@ -254,7 +256,7 @@ class Assembly:
 
     # ---- changing --------------------------------------------------------------------------------------------
 
-    def carry_out(self) -> nn.Module:
+    def apply(self) -> nn.Module:
         """Put everything in its place. Returns the model, or what replaces it where the model itself was one layer."""
         root = self._model
         for path, module in self._inserted.items():
@@ -282,7 +284,7 @@ class Assembly:
                 slot.module._buffers[slot.name] = slot.current.to(self._device)
         for path, name, slot in self._rebound:
             setattr(root.get_submodule(path), name, self._tensor(slot.path))
-        settle(root)
+        relayout_experts(root)
         return root
 
     def _tensor(self, path: str) -> Tensor:
@@ -319,10 +321,10 @@ class Assembly:
         if entry.kind == "embedding":
             made = QEmbedding(weight, getattr(module, "padding_idx", None))
         else:
-            bias = self._parameter(joined(path, "bias"), _wants_grad(module)) if entry.bias else None
-            input_scale = self._tensor(joined(path, "input_scale")) if entry.input_scale else None
+            bias = self._parameter(join_name(path, "bias"), _wants_grad(module)) if entry.bias else None
+            input_scale = self._tensor(join_name(path, "input_scale")) if entry.input_scale else None
             made = QLinear(weight, bias, entry.activation, input_scale, self._transform(path, module))
-        hand_over(module, made)
+        transfer_attributes(module, made)
         return made
 
 

@@ -13,53 +13,56 @@ import yaml
 __all__ = ["drop_card", "write_card"]
 
 CARD = "README.md"
-_OURS = "<!-- written by lowbit, which replaces this file when it saves here again: delete this line to keep it -->"
+_GENERATED_MARK = "<!-- written by lowbit, which replaces this file when it saves here again: delete this line to keep it -->"
 _IS_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def write_card(written: Path, home: Path) -> None:
-    """Write the card of the model whose config.json is in ``written``, into that folder, from which it goes to ``home``.
+def write_card(config_folder: Path, destination: Path) -> None:
+    """Write the card of the model whose config.json is in ``config_folder``, into that folder, from which it goes to
+    ``destination``.
 
     Nothing is written for a model that is not quantized, and where a card is that somebody else wrote.
     """
-    if any(path.exists() and not _is_ours(path) for path in (written / CARD, home / CARD)):
+    if any(path.exists() and not _is_generated(path) for path in (config_folder / CARD, destination / CARD)):
         return
-    config = json.loads((written / "config.json").read_text(encoding="utf-8"))
-    told = config.get("quantization_config") or {}
-    if told.get("quant_method") == "lowbit":
-        (written / CARD).write_text(_text(config, told), encoding="utf-8")
+    config = json.loads((config_folder / "config.json").read_text(encoding="utf-8"))
+    quantization_config = config.get("quantization_config") or {}
+    if quantization_config.get("quant_method") == "lowbit":
+        (config_folder / CARD).write_text(_text(config, quantization_config), encoding="utf-8")
 
 
-def drop_card(home: Path) -> None:
-    """Remove the card that lowbit wrote into ``home`` of a model that a float one has replaced."""
-    if _is_ours(home / CARD):
-        (home / CARD).unlink()
+def drop_card(destination: Path) -> None:
+    """Remove the card that lowbit wrote into ``destination`` of a model that a float one has replaced."""
+    if _is_generated(destination / CARD):
+        (destination / CARD).unlink()
 
 
-def _is_ours(path: Path) -> bool:
-    return path.is_file() and _OURS in path.read_text(encoding="utf-8", errors="replace")
+def _is_generated(path: Path) -> bool:
+    return path.is_file() and _GENERATED_MARK in path.read_text(encoding="utf-8", errors="replace")
 
 
-def _text(config: Mapping[str, Any], told: Mapping[str, Any]) -> str:
+def _text(config: Mapping[str, Any], quantization_config: Mapping[str, Any]) -> str:
     kind = next(iter(config.get("architectures") or ()), "AutoModel")
-    base = str(told.get("base_model") or "")
+    base = str(quantization_config.get("base_model") or "")
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["lowbit"]}
     if _IS_HUB_NAME.fullmatch(base):
         head |= {"base_model": base, "base_model_relation": "quantized"}
-    recipe: Mapping[str, Any] = told.get("recipe") or {}
+    recipe: Mapping[str, Any] = quantization_config.get("recipe") or {}
     rows = {
         "base model": base or "not recorded",
         "class": f"`{kind}`",
         "recipe": f"`{recipe['name']}`, below" if recipe.get("name") else "below" if recipe else "not recorded",
-        "bits a weight": f"{told['bits_per_weight']:.3f}, in the layers that are quantized" if "bits_per_weight" in told else "",
-        "calibration": _calibration(told.get("calibration")),
-        "made with": f"lowbit {told.get('lowbit_version', 'of a version that is not recorded')}",
-        "format of the files": f"version {told.get('version')}",
+        "bits a weight": f"{quantization_config['bits_per_weight']:.3f}, in the layers that are quantized"
+        if "bits_per_weight" in quantization_config
+        else "",
+        "calibration": _calibration(quantization_config.get("calibration")),
+        "made with": f"lowbit {quantization_config.get('lowbit_version', 'of a version that is not recorded')}",
+        "format of the files": f"version {quantization_config.get('version')}",
         "saved with": f"transformers {config['transformers_version']}" if "transformers_version" in config else "",
     }
     load = f'model = {kind}.from_pretrained(".")  # this folder, or its name on the hub'
     lines = [
-        "---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", "", _OURS, "", f"# {base or kind}, quantized", "",
+        "---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", "", _GENERATED_MARK, "", f"# {base or kind}, quantized", "",
         "Weights quantized by lowbit. With it transformers (5.9 or newer) loads them; alone it raises for their shapes.", "",
         "```python", "import lowbit", f"from transformers import {kind}", "", load, "```", "",
         '`lowbit.load(".")` gives the same model, and `lowbit inspect .` shows scheme and bytes of each layer.', "",
@@ -71,7 +74,7 @@ def _text(config: Mapping[str, Any], told: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _calibration(told: Any) -> str:
-    if not isinstance(told, Mapping):
+def _calibration(quantization_config: Any) -> str:
+    if not isinstance(quantization_config, Mapping):
         return "none: rounded without data"
-    return ", ".join(f"{told[what]:,} {what}" for what in ("rows", "tokens") if what in told)
+    return ", ".join(f"{quantization_config[what]:,} {what}" for what in ("rows", "tokens") if what in quantization_config)

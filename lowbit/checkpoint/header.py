@@ -144,10 +144,10 @@ class Header:
     @property
     def bits_per_weight(self) -> float | None:
         """Bytes of the quantized weights, with their scales, over their number; None where there are none."""
-        own = [entry for path, entry in self.quantized.items() if entry.names(path)["packed"] not in self.aliases]
-        weights = sum(math.prod(entry.shape) for entry in own)
-        held = sum(spec.nbytes for entry in own for spec in entry.parts().values())
-        return 8 * held / weights if weights else None
+        unaliased = [entry for path, entry in self.quantized.items() if entry.names(path)["packed"] not in self.aliases]
+        weights = sum(math.prod(entry.shape) for entry in unaliased)
+        stored_bytes = sum(spec.nbytes for entry in unaliased for spec in entry.parts().values())
+        return 8 * stored_bytes / weights if weights else None
 
     def metadata(self) -> dict[str, str]:
         """The metadata of a safetensors file; ``format`` is what other libraries ask for."""
@@ -211,38 +211,44 @@ def _numbers(values: tuple[float, ...]) -> list[float | str]:
     return [value if math.isfinite(value) else str(value) for value in values]
 
 
-def _check_format(name: str, entry: Any, what: str) -> None:
+def _check_format(name: str, entry: Any, label: str) -> None:
     values = entry.get("values") if isinstance(entry, dict) else None
     if not isinstance(values, list) or type(entry.get("bits")) is not int:
-        raise CheckpointError(f"{what}: needs bits and values")
-    if not FORMATS.knows(name):
+        raise CheckpointError(f"{label}: needs bits and values")
+    if not FORMATS.has(name):
         raise CheckpointError(
-            f"{what} is not in lowbit.FORMATS: install the plug-in that brings it, "
+            f"{label} is not in lowbit.FORMATS: install the plug-in that brings it, "
             f"or register it with FORMATS[{name!r}] = Table({name!r}, values)"
         )
     numbers = []
     for value in values:
         special = isinstance(value, str) and value in ("nan", "inf", "-inf")
         if type(value) not in (int, float) and not special:
-            raise CheckpointError(f"{what}: values must be numbers, 'nan', 'inf' or '-inf', got {value!s:.40}")
+            raise CheckpointError(f"{label}: values must be numbers, 'nan', 'inf' or '-inf', got {value!s:.40}")
         try:
             numbers.append(float(value))
         except OverflowError as error:
-            raise CheckpointError(f"{what}: the number {value!s:.20}... is beyond float64") from error
-    here = FORMATS[name].values
-    if len(numbers) != len(here) or entry["bits"] != FORMATS[name].bits:
-        raise CheckpointError(f"{what}: the file has {len(numbers)} numbers of {entry['bits']} bits, lowbit.FORMATS {len(here)}")
-    for code, (theirs, ours) in enumerate(zip(numbers, here, strict=True)):
-        if not (math.isnan(theirs) and math.isnan(ours)) and (theirs, math.copysign(1, theirs)) != (ours, math.copysign(1, ours)):
+            raise CheckpointError(f"{label}: the number {value!s:.20}... is beyond float64") from error
+    registered = FORMATS[name].values
+    if len(numbers) != len(registered) or entry["bits"] != FORMATS[name].bits:
+        raise CheckpointError(
+            f"{label}: the file has {len(numbers)} numbers of {entry['bits']} bits, lowbit.FORMATS {len(registered)}"
+        )
+    for code, (file_value, registered_value) in enumerate(zip(numbers, registered, strict=True)):
+        if not (math.isnan(file_value) and math.isnan(registered_value)) and (file_value, math.copysign(1, file_value)) != (
+            registered_value,
+            math.copysign(1, registered_value),
+        ):
             raise CheckpointError(
-                f"{what}: the file's table differs from that of lowbit.FORMATS: code {code} is {theirs} there and {ours} here; "
+                f"{label}: the file's table differs from that of lowbit.FORMATS: code {code} is {file_value} there and "
+                f"{registered_value} here; "
                 "register the file's table under that name to load it"
             )
 
 
-def _entry(entry: Any, formats: dict[str, Any], what: str) -> Entry:
+def _entry(entry: Any, formats: dict[str, Any], label: str) -> Entry:
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{what}: must be an object")
+        raise CheckpointError(f"{label}: must be an object")
     expected = {
         "kind": str, "format": str, "group_size": int, "zero_point": str, "scale": str, "outer": bool, "shape": list,
         "dtype": str, "bias": bool, "activation": (str, type(None)), "input_scale": bool,
@@ -250,32 +256,32 @@ def _entry(entry: Any, formats: dict[str, Any], what: str) -> Entry:
     for name, kind in expected.items():
         value = entry.get(name)
         if name not in entry or not isinstance(value, kind) or (kind is int and isinstance(value, bool)):  # type: ignore[arg-type]
-            raise CheckpointError(f"{what}: {name} is missing or of the wrong type: {value!s:.40}")
+            raise CheckpointError(f"{label}: {name} is missing or of the wrong type: {value!s:.40}")
     kind, shape, transposed = entry["kind"], entry["shape"], entry.get("transposed", False)
     if not isinstance(transposed, bool) or (transposed and kind != "parameter"):
-        raise CheckpointError(f"{what}: transposed must be true or false, and only a parameter is: {transposed!s:.40}")
+        raise CheckpointError(f"{label}: transposed must be true or false, and only a parameter is: {transposed!s:.40}")
     if kind not in _KINDS:
-        raise CheckpointError(f"{what}: kind must be one of {', '.join(_KINDS)}, got {kind!r:.40}")
+        raise CheckpointError(f"{label}: kind must be one of {', '.join(_KINDS)}, got {kind!r:.40}")
     if entry["dtype"] not in _DTYPES:
-        raise CheckpointError(f"{what}: dtype must be one of {', '.join(_DTYPES)}, got {entry['dtype']!r:.40}")
+        raise CheckpointError(f"{label}: dtype must be one of {', '.join(_DTYPES)}, got {entry['dtype']!r:.40}")
     if not is_shape(shape) or len(shape) < 2 or (kind != "parameter" and len(shape) != 2):
-        raise CheckpointError(f"{what}: shape must be [N, K], got {shape!s:.80}")
+        raise CheckpointError(f"{label}: shape must be [N, K], got {shape!s:.80}")
     if math.prod(max(size, 1) for size in shape) >= 1 << 59 or entry["group_size"] >= 1 << 31:
-        raise CheckpointError(f"{what}: shape {shape!s:.80} with group_size {entry['group_size']} is larger than any memory")
+        raise CheckpointError(f"{label}: shape {shape!s:.80} with group_size {entry['group_size']} is larger than any memory")
     if kind != "linear" and (entry["bias"] or entry["input_scale"] or entry["activation"] is not None):
-        raise CheckpointError(f"{what}: only a linear layer has a bias, an activation scheme or an input scale")
+        raise CheckpointError(f"{label}: only a linear layer has a bias, an activation scheme or an input scale")
     try:
         fields = (entry["format"], entry["group_size"], entry["zero_point"], entry["scale"], entry["outer"])
         activation = None if entry["activation"] is None else Scheme.parse(entry["activation"])
-        how = (tuple(shape), _DTYPES[entry["dtype"]], entry["bias"], activation, entry["input_scale"], transposed)
-        found = Entry(kind, Scheme(*fields), *how)
+        settings = (tuple(shape), _DTYPES[entry["dtype"]], entry["bias"], activation, entry["input_scale"], transposed)
+        found = Entry(kind, Scheme(*fields), *settings)
     except ValueError as error:
-        raise CheckpointError(f"{what}: {error}") from error
+        raise CheckpointError(f"{label}: {error}") from error
     if activation is not None and activation.group_size >= 1 << 31:
-        raise CheckpointError(f"{what}: group_size {activation.group_size} of the activation is larger than any memory")
+        raise CheckpointError(f"{label}: group_size {activation.group_size} of the activation is larger than any memory")
     if activation is not None and activation.zero_point != "none":
-        raise CheckpointError(f"{what}: an activation scheme has no zero point, got {activation}")
+        raise CheckpointError(f"{label}: an activation scheme has no zero point, got {activation}")
     for name in found.formats():
         if name not in formats:
-            raise CheckpointError(f"{what}: the header has no table of the format {name!r}")
+            raise CheckpointError(f"{label}: the header has no table of the format {name!r}")
     return found

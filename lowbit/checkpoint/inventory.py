@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..embedding import QEmbedding
-from ..inserted import Inserted
 from ..linear import QLinear
 from ..packing import pack
 from ..placement.hooks import resident
+from ..quantized_module import QuantizedModule
 from ..scheme import PLAIN_SCALES
 from ..tensor import QTensor
-from ..weight import QuantizedModule
+from ..transforms import Transform
 from .header import Entry, Header
 from .tensor_file import Spec, Stored, storable
 
-__all__ = ["Inventory", "joined", "part_as_stored"]
+__all__ = ["Inventory", "join_name", "part_as_stored"]
 
 
 class _Item(NamedTuple):
@@ -70,25 +70,25 @@ class Inventory:
             self.header.aliases[item.name] = first
 
     def _module_items(self, prefix: str, module: nn.Module) -> Iterator[_Item]:
-        taken: tuple[str, ...] = ()
-        if isinstance(module, Inserted):
+        covered: tuple[str, ...] = ()
+        if isinstance(module, Transform):
             self.header.inserted[prefix] = {"kind": module.kind, **module.settings}
         if isinstance(module, (QLinear, QEmbedding)):
             entry, weight = _module_entry(module), resident(module, "weight", module.weight)
             if not isinstance(weight, QTensor):
                 raise ValueError(
-                    f"{joined(prefix, 'weight')} is a {type(weight).__name__}: gather what processes share before saving, or "
+                    f"{join_name(prefix, 'weight')} is a {type(weight).__name__}: gather what processes share before saving, or "
                     "save the model that one process loaded"
                 )
             self.header.quantized[prefix] = entry
             yield from self._weight_items(prefix, weight, entry)
-            taken = ("weight",)
+            covered = ("weight",)
         elif isinstance(module, QuantizedModule) or type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"{prefix or 'the model'}: a {type(module).__name__} has state of its own that no file can hold")
         for name, parameter in module._parameters.items():
-            if parameter is None or name in taken:
+            if parameter is None or name in covered:
                 continue
-            path, parameter = joined(prefix, name), resident(module, name, parameter)  # type: ignore[assignment]
+            path, parameter = join_name(prefix, name), resident(module, name, parameter)  # type: ignore[assignment]
             if isinstance(parameter, QTensor):
                 if parameter.flat or parameter.dim() < 2:
                     raise ValueError(f"{path}: a parameter [..., N, K] can be stored, got {parameter!r}")
@@ -101,7 +101,7 @@ class Inventory:
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            path = joined(prefix, name)
+            path = join_name(prefix, name)
             if name in module._non_persistent_buffers_set:
                 self.header.nonpersistent.append(path)
             yield self._plain_item(path, resident(module, name, buffer))
@@ -118,7 +118,7 @@ class Inventory:
         return _Item(name, Spec(tensor.dtype, tuple(tensor.shape)), tensor, lambda: tensor.resolve_conj().resolve_neg())
 
 
-def joined(prefix: str, name: str) -> str:
+def join_name(prefix: str, name: str) -> str:
     """The name of what ``name`` is in the module at ``prefix``, which is empty for the model itself."""
     return f"{prefix}.{name}" if prefix else name
 

@@ -60,13 +60,13 @@ class FileSet:
         older = self._older.get(stored)
         return self._home[name].read(stored) if older is None else self._home[name].read(older).unsqueeze(-1)
 
-    def seen(self, names: Mapping[str, str], header: Header) -> FileSet:
+    def renamed(self, names: Mapping[str, str], header: Header) -> FileSet:
         """The same files, of which the tensors ``names`` (other names, to those here) count, as ``header`` has them."""
-        seen = copy.copy(self)
-        seen.header, seen._names = header, {name: self._names.get(old, old) for name, old in names.items()}
-        seen._home = {name: self._home[old] for name, old in names.items()}
-        seen.specs = {name: self.specs[old] for name, old in names.items()}
-        return seen
+        renamed = copy.copy(self)
+        renamed.header, renamed._names = header, {name: self._names.get(old, old) for name, old in names.items()}
+        renamed._home = {name: self._home[old] for name, old in names.items()}
+        renamed.specs = {name: self.specs[old] for name, old in names.items()}
+        return renamed
 
 
 def present_specs(file: TensorFile, header: Header) -> dict[str, Spec]:
@@ -128,11 +128,11 @@ def read_index(path: Path, suffix: str = "safetensors") -> dict[str, str]:
     places = parse_json(text, f"{path}: the index").get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"{path}: needs a weight_map of tensors to files")
-    for name, home in places.items():
+    for name, file_name in places.items():
         # A name with a folder in it could point anywhere on the machine.
-        if not isinstance(home, str) or not re.fullmatch(rf"[A-Za-z0-9_][A-Za-z0-9_.-]*\.{suffix}", home):
+        if not isinstance(file_name, str) or not re.fullmatch(rf"[A-Za-z0-9_][A-Za-z0-9_.-]*\.{suffix}", file_name):
             raise CheckpointError(
-                f"{path}: tensor {name}: the file must be a plain *.{suffix} name in this folder, got {home!r:.80}"
+                f"{path}: tensor {name}: the file must be a plain *.{suffix} name in this folder, got {file_name!r:.80}"
             )
     return places
 

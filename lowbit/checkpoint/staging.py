@@ -65,13 +65,13 @@ def replacing(folder: Path, weights: Weights = WEIGHTS) -> Iterator[Path]:
             if path.is_file():
                 with named_errors(path), open(path, "rb+") as file:
                     sync(file)
-        kept = _publish(folder, staging, weights)
+        current_names = _publish(folder, staging, weights)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         if is_new:
             with contextlib.suppress(OSError):  # it holds files, unless nothing could be written
                 folder.rmdir()
-    _clean(folder, weights, kept)
+    _clean(folder, weights, current_names)
 
 
 def _prefix() -> str:
@@ -82,7 +82,7 @@ def _prefix() -> str:
 
 def _publish(folder: Path, staging: Path, weights: Weights) -> set[str]:
     """Move everything to its place; the names of the files that hold weights."""
-    shards = _take_free_names(folder, staging, weights)
+    shards = _avoid_existing_names(folder, staging, weights)
     files = {*shards} if shards else {weights.single} & {path.name for path in staging.iterdir()}
     others = sorted(path.name for path in staging.iterdir() if path.name not in {*files, weights.index})
     for name in shards:  # under names that nothing refers to yet
@@ -105,7 +105,7 @@ def _publish(folder: Path, staging: Path, weights: Weights) -> set[str]:
     return files
 
 
-def _take_free_names(folder: Path, staging: Path, weights: Weights) -> list[str]:
+def _avoid_existing_names(folder: Path, staging: Path, weights: Weights) -> list[str]:
     """The shards in ``staging``; with a number in their names where an older set has these, whose files must stay until
     the index names the new ones."""
     index = staging / weights.index
@@ -114,11 +114,11 @@ def _take_free_names(folder: Path, staging: Path, weights: Weights) -> list[str]
     content = json.loads(index.read_text(encoding="utf-8"))
     places: dict[str, str] = content["weight_map"]
     names = sorted(set(places.values()))
-    turn, free = 1, {name: name for name in names}
+    number, free = 1, {name: name for name in names}
     while any((folder / name).exists() for name in free.values()):
-        turn += 1
-        free = {name: f"{weights.stem}-{turn}{name.removeprefix(weights.stem)}" for name in names}
-    if turn > 1:
+        number += 1
+        free = {name: f"{weights.stem}-{number}{name.removeprefix(weights.stem)}" for name in names}
+    if number > 1:
         for name, other in free.items():
             os.replace(staging / name, staging / other)
         content["weight_map"] = {tensor: free[name] for tensor, name in places.items()}
@@ -137,10 +137,10 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _clean(folder: Path, weights: Weights, kept: set[str]) -> None:
+def _clean(folder: Path, weights: Weights, current_names: set[str]) -> None:
     """Remove older sets, where a new one came, and what interrupted saves left; a file that cannot be removed does no harm."""
     for path in folder.iterdir():
-        if kept and weights.is_shard(path.name) and path.name not in kept:
+        if current_names and weights.is_shard(path.name) and path.name not in current_names:
             with contextlib.suppress(OSError):
                 path.unlink()
         elif path.name.startswith(_prefix()):

@@ -109,16 +109,16 @@ class TensorFile:
             return data.ne(0).reshape(spec.shape)  # a byte that is neither 0 nor 1 is no bool that torch knows
         return data.view(spec.dtype).reshape(spec.shape)
 
-    def _fill(self, view: memoryview, start: int, what: str) -> None:
+    def _fill(self, view: memoryview, start: int, label: str) -> None:
         try:
             self._file.seek(start)
             while len(view):
                 count = self._file.readinto(view)  # type: ignore[attr-defined]
                 if not count:
-                    raise CheckpointError(f"{self.path}: the file ends within {what}")
+                    raise CheckpointError(f"{self.path}: the file ends within {label}")
                 view = view[count:]
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot read {what}: {error.strerror or error}") from error
+            raise CheckpointError(f"{self.path}: cannot read {label}: {error.strerror or error}") from error
 
     def _read_header(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
@@ -157,23 +157,23 @@ class TensorFile:
             )
 
 
-def _checked_entry(entry: Any, what: str) -> tuple[Spec, int, int]:
+def _checked_entry(entry: Any, label: str) -> tuple[Spec, int, int]:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise CheckpointError(f"{what}: needs dtype, shape and data_offsets")
+        raise CheckpointError(f"{label}: needs dtype, shape and data_offsets")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        raise CheckpointError(f"{what}: dtype must be one of {', '.join(_DTYPES)}, got {str(entry['dtype'])[:40]!r}")
+        raise CheckpointError(f"{label}: dtype must be one of {', '.join(_DTYPES)}, got {str(entry['dtype'])[:40]!r}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not is_shape(shape) or not is_shape(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
-            f"{what}: shape and data_offsets must be whole numbers from 0 on, got {shape!s:.80}, {offsets!s:.80}"
+            f"{label}: shape and data_offsets must be whole numbers from 0 on, got {shape!s:.80}, {offsets!s:.80}"
         )
     spec = Spec(dtype, tuple(shape))
     # Zeros in a shape hide the others from its product, and torch still multiplies those for the strides.
     if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:
-        raise CheckpointError(f"{what}: a shape of {shape!s:.80} is larger than any memory")
+        raise CheckpointError(f"{label}: a shape of {shape!s:.80} is larger than any memory")
     if spec.nbytes != offsets[1] - offsets[0]:
-        raise CheckpointError(f"{what}: {spec} takes {spec.nbytes} bytes, and the file gives it {offsets[1] - offsets[0]}")
+        raise CheckpointError(f"{label}: {spec} takes {spec.nbytes} bytes, and the file gives it {offsets[1] - offsets[0]}")
     return spec, offsets[0], offsets[1]
 
 
@@ -182,8 +182,8 @@ def is_shape(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def parse_json(text: bytes | str, what: str) -> dict[str, Any]:
-    """The JSON object in ``text``; :class:`CheckpointError` that begins with ``what`` for anything else, or a name twice."""
+def parse_json(text: bytes | str, label: str) -> dict[str, Any]:
+    """The JSON object in ``text``; :class:`CheckpointError` that begins with ``label`` for anything else, or a name twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -197,9 +197,9 @@ def parse_json(text: bytes | str, what: str) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=unique, parse_constant=refused)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is no JSON that can be read ({error!s:.120}): cut short or altered") from error
+        raise CheckpointError(f"{label} is no JSON that can be read ({error!s:.120}): cut short or altered") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{what} must be a JSON object, got {type(found).__name__}")
+        raise CheckpointError(f"{label} must be a JSON object, got {type(found).__name__}")
     return found
 
 

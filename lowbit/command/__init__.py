@@ -26,7 +26,7 @@ from .diagnosing import doctor
 from .evaluation import evaluate
 from .inspection import inspect
 from .listings import env, formats
-from .mixing import allocate, sensitivity
+from .mixed_precision import allocate, sensitivity
 from .planning import plan
 from .quantizing import quantize
 from .reporting import report

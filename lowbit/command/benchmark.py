@@ -23,13 +23,13 @@ def gemv(
     shapes: Annotated[
         str, typer.Option(help="N x K of the weights, with commas between; all: squares and a Llama's.")
     ] = "1024x1024,4096x4096,11008x4096",
-    batches: Annotated[str, typer.Option(help="Rows of x, with commas between; all: 1 to 4096.")] = "1,8",
+    batches: Annotated[str, typer.Option(help="M, the rows of x, with commas between; all: 1 to 4096.")] = "1,8",
     device: Annotated[str, typer.Option(help="cpu or cuda.", callback=usable)] = "cpu",
     layout: Annotated[str, typer.Option(help="Of the weights: default (what quantize_ gives), or a layout's name.")] = "default",
     kernels: Annotated[str, typer.Option(help="Only these kernels of lowbit env, with commas between.")] = "",
     peers: Annotated[str, typer.Option(help="Also other libraries: their names with commas between, or all.")] = "",
     peer_seconds: Annotated[float, typer.Option(min=1, help="The most that the process of one of them may take.")] = 45,
-    repeats: Annotated[int, typer.Option(min=1, help="Walks over all copies; each figure is their median.")] = 9,
+    repeats: Annotated[int, typer.Option(min=1, help="Sweeps over all copies; each figure is their median.")] = 9,
     warm: Annotated[bool, typer.Option("--warm", help="Over one copy of the weights, which the cache may hold.")] = False,
     out: Annotated[
         Path | None,
@@ -41,7 +41,7 @@ def gemv(
 ) -> None:
     """Weights loaded per second: every kernel beside F.linear and the limit of reading its bytes, in one run."""
     from lowbit.evals import figures, gemv
-    from lowbit.evals import peers as theirs
+    from lowbit.evals import peers as peer_module
     from lowbit.evals.results import origin
     from lowbit_kernels import registry
     from lowbit_kernels.layouts import LAYOUTS
@@ -56,9 +56,11 @@ def gemv(
     _check_names("--layout", [] if layout == "default" else [layout], LAYOUTS)
     _check_names("--kernels", _names(kernels), {kernel.name for kernel in registry.kernels()})
     names = gemv.SCHEMES if schemes == "all" else _recipes(schemes)
-    others = theirs.peers_on(device) if peers == "all" else _names(peers)
-    if unknown := set(others) - set(theirs.peers_on(device)):
-        raise typer.BadParameter(f"on {device} there are {', '.join(theirs.peers_on(device))}, not {', '.join(sorted(unknown))}")
+    others = peer_module.peers_on(device) if peers == "all" else _names(peers)
+    if unknown := set(others) - set(peer_module.peers_on(device)):
+        raise typer.BadParameter(
+            f"on {device} there are {', '.join(peer_module.peers_on(device))}, not {', '.join(sorted(unknown))}"
+        )
     total, came_from = len(sizes) * len(rows) * (1 + len(names)) + len(others), origin()
 
     def keep(found: dict[str, Any]) -> None:
@@ -133,9 +135,9 @@ def generate(
     from lowbit.evals import generate as measuring
     from lowbit.evals.results import origin, write_result
     from lowbit.evals.shapes import SHAPES
-    from lowbit.recipe import parted
+    from lowbit.recipe import split_recipes
 
-    names = [name for name in parted(recipes) if name]
+    names = [name for name in split_recipes(recipes) if name]
     for name in [*names, *([] if head == "recipe" else [head])]:
         parse_recipe(name)
     kind = None
@@ -162,7 +164,7 @@ def generate(
 @bench.command("host")
 def host(
     schemes: Annotated[str, typer.Option(help="Schemes or recipes with commas between.")] = "int4,int8",
-    batches: Annotated[str, typer.Option(help="Rows of x, with commas between.")] = "1,16",
+    batches: Annotated[str, typer.Option(help="M, the rows of x, with commas between.")] = "1,16",
     size: Annotated[
         int, typer.Option(min=1, help="Rows and columns of each weight: small, so that the device never lags.")
     ] = 256,

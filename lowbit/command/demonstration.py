@@ -22,7 +22,7 @@ def demo(
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Quantize the model in the box with a dozen schemes and measure each, in a few minutes on a CPU."""
+    """Quantize the bundled toy model with a dozen schemes and measure each, in a few minutes on a CPU."""
     quiet_transformers()
     from lowbit.evals import demo as demonstration
     from lowbit.evals import gemv
@@ -33,9 +33,9 @@ def demo(
         outcomes = demonstration.run(limit=limit, progress=progress)
         recipes, layers = [outcome.recipe for outcome in outcomes[1:]], [layer for o in outcomes for layer in o.layers]
         asked = out is not None or report is not None  # the table has no room for it
-        speeds = gemv.beside(recipes, gemv.largest(layers), "cpu", progress) if asked else None
+        speeds = gemv.decode_speeds(recipes, gemv.largest(layers), "cpu", progress) if asked else None
     seconds = time.perf_counter() - start
-    found = result("the model in the box", outcomes, seconds, speeds)
+    found = result("the bundled toy model", outcomes, seconds, speeds)
     write_report(found, report)
     if out is not None:
         write_folder(found, out)

@@ -20,7 +20,7 @@ _WIKITEXT = "wikitext"
 
 
 def evaluate(
-    model: Annotated[str | None, typer.Argument(help="A folder or a hub id; the model in the box by default.")] = None,
+    model: Annotated[str | None, typer.Argument(help="A folder or a hub id; the bundled toy model by default.")] = None,
     recipes: Annotated[str, typer.Option("--recipes", "-r", help="Recipes with commas between; empty for none.")] = "int8,int4",
     tasks: Annotated[
         str,
@@ -62,9 +62,9 @@ def evaluate(
     json: JsonOption = False,
 ) -> None:
     """Measure a model and its quantized versions on the same questions and text, and say whether differences are chance."""
-    from lowbit.recipe import parted
+    from lowbit.recipe import split_recipes
 
-    wanted = [parse_recipe(name) for name in parted(recipes) if name]
+    wanted = [parse_recipe(name) for name in split_recipes(recipes) if name]
     check_calibration(wanted, calibration)
     asked = [name.strip() for name in tasks.split(",") if name.strip()]
     if not asked:
@@ -101,7 +101,7 @@ def evaluate(
             cache=None if out is None else out / "cache", harness=None if out is None else out / "lm-eval", progress=progress,
         )  # fmt: skip
         layers = [layer for outcome in outcomes for layer in outcome.layers]
-        speeds = gemv.beside(wanted, gemv.largest(layers), device or "cpu", progress) if speed else None
+        speeds = gemv.decode_speeds(wanted, gemv.largest(layers), device or "cpu", progress) if speed else None
     found = evaluation.result(source, outcomes, time.perf_counter() - start, speeds)
     write_report(found, report)
     if out is not None:

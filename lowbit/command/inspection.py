@@ -45,10 +45,10 @@ def _opened(path: Path) -> tuple[Header, dict[str, Spec], list[Path]]:
 def _described(path: Path, header: Header, specs: dict[str, Spec], files: list[Path]) -> dict[str, Any]:
     from lowbit.checkpoint import CheckpointError
 
-    held = {name: entry for name, entry in header.quantized.items() if entry.names(name)["packed"] in specs}
-    layers = [_layer(name, entry) for name, entry in held.items()]
-    parts = {stored for name, entry in held.items() for stored in entry.names(name).values()}
-    for name, entry in held.items():
+    quantized = {name: entry for name, entry in header.quantized.items() if entry.names(name)["packed"] in specs}
+    layers = [_layer(name, entry) for name, entry in quantized.items()]
+    parts = {stored for name, entry in quantized.items() for stored in entry.names(name).values()}
+    for name, entry in quantized.items():
         for part, spec in entry.parts().items():
             stored = entry.names(name)[part]
             if (found := specs.get(header.aliases.get(stored, stored), spec)) != spec:  # of a shard others hold the rest

@@ -32,7 +32,7 @@ def formats(json: JsonOption = False) -> None:
     for name, f in FORMATS.items():
         finite = {value for value in f.values if math.isfinite(value)}
         numbers.add_row(name, str(f.bits), str(len(finite)), f"{f.min:g}", f"{f.max:g}")
-    named = Table("scheme", "spelled", "bits a weight (K = 4096)", title="schemes", title_justify="left")
+    named = Table("scheme", "canonical name", "bits a weight (K = 4096)", title="schemes", title_justify="left")
     for name, scheme in SCHEMES.items():
         named.add_row(name, str(scheme), f"{scheme.bits_per_weight(4096):.3f}")
     print_table(numbers)

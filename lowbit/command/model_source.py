@@ -23,7 +23,7 @@ __all__ = [
     "is_quantized",
     "load_model",
     "load_tokenizer",
-    "mistakes",
+    "usage_errors",
     "outline",
     "parse_recipe",
     "quantized_by",
@@ -125,7 +125,7 @@ def load_model(model: str, device: str | None = None, kind: Any = None) -> Any:
 
         return lowbit.load(model, device=device)
     kind = kind or checked_kind(model)
-    with _told(model):
+    with _named_errors(model):
         loaded = kind.from_pretrained(model, dtype="auto").eval()
     return loaded if device is None else loaded.to(device)
 
@@ -142,17 +142,17 @@ def outline(model: str) -> Any:
     """``model`` without its numbers: enough for a plan. A folder's weights are compared with it, by their names and shapes;
     of a hub id nothing but the configuration is downloaded."""
     quiet_transformers()
-    from lowbit.checkpoint.skeleton import built
+    from lowbit.checkpoint.hf_config import build_on_meta
     from lowbit.pretrained.float_folder import check_float, holds_weights
 
     if not Path(model).is_dir():
         made = _hub_outline(model)
-        with mistakes():
+        with usage_errors():
             check_float(_hub_folder(model))
         return made
     if not holds_weights(Path(model)):
         note(f"{model} holds no weights: told from its config.json alone")
-        return built(Path(model))
+        return build_on_meta(Path(model))
     return _checked(model)
 
 
@@ -160,15 +160,15 @@ def _checked(model: str) -> Any:
     """The outline of a float model, once nothing speaks against its files."""
     from lowbit.pretrained.float_folder import check_folder, outline_of
 
-    with mistakes():
+    with usage_errors():
         if Path(model).is_dir():
-            made, remarks = outline_of(Path(model))
+            made, warnings = outline_of(Path(model))
         else:
             made = _hub_outline(model)
-            with _told(model):
+            with _named_errors(model):
                 type(made).from_pretrained(model, device_map="meta")  # downloads it
-            remarks = check_folder(_hub_folder(model), made)
-    for remark in remarks:
+            warnings = check_folder(_hub_folder(model), made)
+    for remark in warnings:
         note(remark)
     return made
 
@@ -177,12 +177,12 @@ def _hub_outline(model: str) -> Any:
     import torch
 
     transformers = quiet_transformers()
-    from lowbit.pretrained.kept import keep_float32
+    from lowbit.pretrained.default_exclusions import apply_fp32_modules
 
     config = _config(transformers, model)
     with torch.device("meta"):
         found = _kind(transformers, config)._from_config(config)
-    keep_float32(found, found.config.dtype)
+    apply_fp32_modules(found, found.config.dtype)
     return found
 
 
@@ -194,7 +194,7 @@ def _hub_folder(model: str) -> Path:
 
 
 @contextlib.contextmanager
-def mistakes() -> Iterator[None]:
+def usage_errors() -> Iterator[None]:
     """Within the block a model that is quantized where a float one is asked for is a mistake in the command line."""
     from lowbit.pretrained.float_folder import QuantizedError
 
@@ -205,7 +205,7 @@ def mistakes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(model: str) -> Iterator[None]:
+def _named_errors(model: str) -> Iterator[None]:
     """Within the block an error of transformers says which model it is about."""
     from lowbit import CheckpointError
 
@@ -221,9 +221,10 @@ def load_tokenizer(model: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = " ".join(str(error).split())[:160]
+        reason = " ".join(str(error).split())[:160]
         raise ValueError(
-            f"{model} has no tokenizer that can be read: put tokenizer.json and tokenizer_config.json beside its weights ({why})"
+            f"{model} has no tokenizer that can be read: put tokenizer.json and tokenizer_config.json beside its weights "
+            f"({reason})"
         ) from None
 
 

@@ -17,12 +17,12 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Show what quantizing would do to each layer, and which kernels will run. Reads no weights."""
-    what = parse_recipe(recipe)
+    parsed = parse_recipe(recipe)
     check_model(model)
     import torch
 
     import lowbit
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    found = lowbit.plan(outline(model), what, device=where)
+    found = lowbit.plan(outline(model), parsed, device=where)
     print_json(found.to_dict()) if json else print(found)

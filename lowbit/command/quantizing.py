@@ -13,7 +13,7 @@ import typer
 
 from .calibrating import CalibrationOption, LengthOption, RowsOption, check_calibration, read_calibration
 from .console import JsonOption, bar, note, print_json
-from .model_source import DeviceOption, check_model, is_quantized, load_model, load_tokenizer, mistakes, parse_recipe
+from .model_source import DeviceOption, check_model, is_quantized, load_model, load_tokenizer, parse_recipe, usage_errors
 from .paths import folder_to_write
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def quantize(
 
     Under torchrun the processes share the work.
     """
-    what = parse_recipe(recipe)
+    parsed = parse_recipe(recipe)
     check_model(model)
     _check_output(output, model)
-    check_calibration([what], calibration)
+    check_calibration([parsed], calibration)
     streamed = max_memory is not None or resume is not None
     if streamed and (calibration is None or not Path(model).is_dir()):
         raise typer.BadParameter("--max-memory and --resume take a model in a folder, and --calibration FILE")
@@ -67,44 +67,58 @@ def quantize(
     with bar() as progress, group() as first:
         data = read_calibration(model, calibration, rows, length)
 
-        def told(layer: LayerPlan, done: int, total: int) -> None:
+        def on_layer(layer: LayerPlan, done: int, total: int) -> None:
             progress(layer.name if layer.loss is None else f"{layer.name} ({layer.loss:.1e})", done, total)
 
         if streamed:
             from lowbit import quantize_folder
 
-            with mistakes():
-                carried = quantize_folder(
-                    model, output, what, calibration=data, max_memory=max_memory, resume=resume, device=device, progress=told
+            with usage_errors():
+                plan = quantize_folder(
+                    model,
+                    output,
+                    parsed,
+                    calibration=data,
+                    max_memory=max_memory,
+                    resume=resume,
+                    device=device,
+                    progress=on_layer,
                 )
         else:
-            carried = _in_memory(model, output, what, data, device, told, progress, first)
+            plan = _in_memory(model, output, parsed, data, device, on_layer, progress, first)
     if not first:
         return
     files = sorted(path for path in output.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
     seconds = time.perf_counter() - start
     if json:
-        print_json({"output": str(output), "file_bytes": size, "seconds": seconds, "plan": carried.to_dict()})
+        print_json({"output": str(output), "file_bytes": size, "seconds": seconds, "plan": plan.to_dict()})
     else:
-        for text in (*carried.notes, *(f"{layer.name}: {note}" for layer in carried.layers for note in layer.notes)):
+        for text in (*plan.notes, *(f"{layer.name}: {note}" for layer in plan.layers for note in layer.notes)):
             note(text)
-        print(str(carried).splitlines()[-1])
+        print(str(plan).splitlines()[-1])
         print(f"{output}: {size:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}, {seconds:.1f} s")
 
 
 def _in_memory(
-    model: str, output: Path, what: Recipe, data: Calibration | None, device: str | None, told: Any, progress: Any, first: bool
+    model: str,
+    output: Path,
+    parsed: Recipe,
+    data: Calibration | None,
+    device: str | None,
+    on_layer: Any,
+    progress: Any,
+    first: bool,
 ) -> Plan:
     import lowbit
 
     progress(f"loading {model}", 0, 1)
     loaded = load_model(model)
-    carried = lowbit.quantize_(loaded, what, calibration=data, device=device, progress=told)
+    plan = lowbit.quantize_(loaded, parsed, calibration=data, device=device, progress=on_layer)
     progress(f"writing {output}", 0, 1)
     if first:
         lowbit.save(loaded, output, beside=_tokenizer_writer(model, output))
-    return carried
+    return plan
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ from .model_source import check_model, outline, parse_recipe, usable
 def tune(
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or shapes: llama-3-8b, llama-3.2-1b.")],
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="A scheme, a recipe or a YAML file.")] = "int4",
-    batches: Annotated[str, typer.Option(help="Rows of x, with commas between.")] = "1,4,16,64",
+    batches: Annotated[str, typer.Option(help="M, the rows of x, with commas between.")] = "1,4,16,64",
     minutes: Annotated[float, typer.Option(min=0.01, help="The most that measuring may take.")] = 5,
-    repeats: Annotated[int, typer.Option(min=1, help="Walks over all copies; each figure is their median.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Sweeps over all copies; each figure is their median.")] = 5,
     device: Annotated[str, typer.Option(help="cuda, or cpu for Triton's interpreter.", callback=usable)] = "cuda",
     report: ReportOption = None,
     json: JsonOption = False,
@@ -26,7 +26,7 @@ def tune(
     from lowbit.evals.results import origin
     from lowbit_kernels.triton import blocks, tables
 
-    what = parse_recipe(recipe)
+    parsed = parse_recipe(recipe)
     try:
         rows = [int(size) for size in batches.split(",")]
         if min(rows) < 1:
@@ -37,7 +37,7 @@ def tune(
 
     where = usable_device(device)
 
-    asked = tuning.problems(lowbit.plan(_outline(model), what, device=where))
+    asked = tuning.problems(lowbit.plan(_outline(model), parsed, device=where))
     if not asked:
         raise ValueError(f"recipe {recipe!r} quantizes no linear layer of {model}: there is nothing to tune")
     with bar() as progress:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from .decibels import spelled
+from .sqnr import format_db
 
 __all__ = ["Diagnosis", "Finding", "LayerFigures"]
 
@@ -24,17 +24,17 @@ class Finding:
             ``"overflow"``,
             ``"tie"`` or ``"parameter"``.
         layer: where.
-        what: what is wrong, with the figures that say so.
+        description: what is wrong, with the figures that say so.
         remedy: what to look at.
     """
 
     kind: str
     layer: str
-    what: str
+    description: str
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.layer}: {self.what}. {self.remedy}"
+        return f"{self.layer}: {self.description}. {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -97,24 +97,28 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """``"bug"`` where something is broken; ``"method"`` where nothing is, and the method is worse than rounding to nearest
-        (:attr:`lag` below 0); else ``"clean"``: what was lost is then the method's."""
+        (:attr:`rtn_gap_db` below 0); else ``"clean"``: what was lost is then the method's."""
         if self.findings:
             return "bug"
-        return "clean" if self.lag is None or self.lag > -_NOISE else "method"
+        return "clean" if self.rtn_gap_db is None or self.rtn_gap_db > -_NOISE else "method"
 
     @property
-    def lag(self) -> float | None:
+    def rtn_gap_db(self) -> float | None:
         """The median over layers of how far outputs lie above those of the weight rounded to nearest, in dB; None without data.
 
         The median, since methods that make up for the errors of earlier layers err more in some on the float model's inputs.
         """
-        lags = [found for layer in self.layers if (found := _lag(layer)) is not None]
+        lags = [found for layer in self.layers if (found := _rtn_gap_db(layer)) is not None]
         return statistics.median(lags) if lags else None
 
     @property
-    def below(self) -> tuple[LayerFigures, ...]:
+    def worse_than_rtn(self) -> tuple[LayerFigures, ...]:
         """The layers whose outputs err more than those of the weight rounded to nearest, by 1 dB and more; the worst first."""
-        found = [(lag, i) for i, layer in enumerate(self.layers) if (lag := _lag(layer)) is not None and lag <= -1]
+        found = [
+            (rtn_gap_db, i)
+            for i, layer in enumerate(self.layers)
+            if (rtn_gap_db := _rtn_gap_db(layer)) is not None and rtn_gap_db <= -1
+        ]
         return tuple(self.layers[i] for _, i in sorted(found))
 
     @property
@@ -127,7 +131,7 @@ class Diagnosis:
     def worst(self) -> tuple[LayerFigures, ...]:
         """The three layers that err most: in their outputs where there is data, else in their weights."""
         known = [layer for layer in self.layers if layer.weight_db is not None]
-        return tuple(sorted(known, key=_own)[:3])
+        return tuple(sorted(known, key=_layer_db)[:3])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; None for decibels that are not finite."""
@@ -139,8 +143,8 @@ class Diagnosis:
             "verdict": self.verdict,
             "summary": self.summary,
             "rewritten": self.rewritten,
-            "lag": finite(self.lag),
-            "below": [layer.name for layer in self.below],
+            "rtn_gap_db": finite(self.rtn_gap_db),
+            "worse_than_rtn": [layer.name for layer in self.worse_than_rtn],
             "kl": finite(self.kl),
             "agreement": self.agreement,
             "findings": [asdict(finding) for finding in self.findings],
@@ -151,25 +155,30 @@ class Diagnosis:
     @property
     def summary(self) -> str:
         """The verdict in a sentence or two."""
-        lost = "" if self.kl is None else f" (KL {self.kl:.4f} nats, {100 * (self.agreement or 0):.1f} % the same next token)"
+        lost_db = "" if self.kl is None else f" (KL {self.kl:.4f} nats, {100 * (self.agreement or 0):.1f} % the same next token)"
         if self.findings:
             count = len(self.findings)
-            return f"a bug: {count} thing{'s are' if count > 1 else ' is'} broken that no method breaks{lost}."
+            return f"a bug: {count} thing{'s are' if count > 1 else ' is'} broken that no method breaks{lost_db}."
         if self.rewritten:
-            return f"nothing is broken that can be told: a rewrite changed the weights before they were rounded{lost}."
-        names = ", ".join(f"{f.name} ({spelled(_own(f))} dB)" for f in self.worst)
-        lag = [found for layer in self.layers if (found := _lag(layer)) is not None]
+            return f"nothing is broken that can be told: a rewrite changed the weights before they were rounded{lost_db}."
+        names = ", ".join(f"{f.name} ({format_db(_layer_db(f))} dB)" for f in self.worst)
+        rtn_gap_db = [found for layer in self.layers if (found := _rtn_gap_db(layer)) is not None]
         if self.verdict == "method":
-            worse = ", ".join(f"{f.name} ({_lag(f):+.1f} dB)" for f in self.below[:3])
-            more = f" and {len(self.below) - 3} more" if len(self.below) > 3 else ""
+            worse = ", ".join(f"{f.name} ({_rtn_gap_db(f):+.1f} dB)" for f in self.worse_than_rtn[:3])
+            more = f" and {len(self.worse_than_rtn) - 3} more" if len(self.worse_than_rtn) > 3 else ""
             return (
-                f"the method is worse than rounding to nearest on this data{lost}: outputs stand at {self.lag:+.1f} dB beside it "
+                f"the method is worse than rounding to nearest on this data{lost_db}: outputs stand at {self.rtn_gap_db:+.1f} "
+                f"dB beside it "
                 f"in the median layer{f', worst in {worse}{more}' if worse else ''}. Calibrate on more data of the kind that the "
                 "model is used on, or round to nearest."
             )
-        beside = f"; against rounding to nearest its outputs stand at {min(lag):+.1f} to {max(lag):+.1f} dB" if lag else ""
+        beside = (
+            f"; against rounding to nearest its outputs stand at {min(rtn_gap_db):+.1f} to {max(rtn_gap_db):+.1f} dB"
+            if rtn_gap_db
+            else ""
+        )
         return (
-            f"clean: every layer errs as its scheme makes it, and what was lost is the method's{lost}{beside}. "
+            f"clean: every layer errs as its scheme makes it, and what was lost is the method's{lost_db}{beside}. "
             f"Most is lost in {names}."
         )
 
@@ -184,7 +193,7 @@ class Diagnosis:
             if data:
                 outlier = "" if f.outlier is None else f"{f.outlier:.0f}x"
                 dead = "no data" if f.dead_channels is None else str(f.dead_channels)
-                line += f"  {_pair(f.output_db, f.expected_output_db):>21}  {spelled(f.model_db):>12}  {outlier:>8}  {dead:>4}"
+                line += f"  {_pair(f.output_db, f.expected_output_db):>21}  {format_db(f.model_db):>12}  {outlier:>8}  {dead:>4}"
             lines.append(f"{line}  {100 * f.clipped:>9.2f}  {f.zero_groups:>11}")
         if self.jump is not None:
             lines.append(f"the error grows most in {self.jump[0]}: {self.jump[1]:.1f} dB")
@@ -192,7 +201,7 @@ class Diagnosis:
         return "\n".join([*lines, f"verdict: {self.summary}"])
 
 
-def _lag(layer: LayerFigures) -> float | None:
+def _rtn_gap_db(layer: LayerFigures) -> float | None:
     """How far the outputs of a layer lie above those of its weight rounded to nearest, in dB; None without data, and for a weight
     that was rounded to nearest."""
     if layer.output_db is None or layer.expected_output_db is None or layer.weight_db == layer.expected_db:
@@ -201,11 +210,11 @@ def _lag(layer: LayerFigures) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _own(layer: LayerFigures) -> float:
+def _layer_db(layer: LayerFigures) -> float:
     """The error of a layer alone, in dB."""
     found = layer.weight_db if layer.output_db is None else layer.output_db
     return math.inf if found is None else found
 
 
 def _pair(value: float | None, expected: float | None) -> str:
-    return "" if value is None else f"{spelled(value)} ({spelled(expected)})"
+    return "" if value is None else f"{format_db(value)} ({format_db(expected)})"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Layer, find_layers, tied_groups
+from ..quantized_module import QuantizedModule
 from ..tensor import QTensor
-from ..weight import QuantizedModule
 from .report import Finding
 
 __all__ = ["biases", "matched", "parameters", "ties"]
@@ -20,12 +20,12 @@ def matched(quantized: nn.Module, original: nn.Module) -> list[tuple[Layer, Laye
 
     Raises ``ValueError`` for models that are not two versions of one, and where nothing is quantized.
     """
-    there = {name: layer for layer in find_layers(original) for name in layer.names}
+    in_original = {name: layer for layer in find_layers(original) for name in layer.names}
     found = []
     for layer in find_layers(quantized):
         if not isinstance(layer.module, QuantizedModule):
             continue
-        was = next((there[name] for name in layer.names if name in there), None)
+        was = next((in_original[name] for name in layer.names if name in in_original), None)
         if was is None:
             raise ValueError(f"{layer.name} is in the quantized model alone: give the model that it was quantized from")
         if isinstance(was.module, QuantizedModule):
@@ -45,17 +45,17 @@ def biases(pairs: list[tuple[Layer, Layer]], rewritten: bool) -> Iterator[Findin
         before, after = getattr(was.module, "bias", None), getattr(layer.module, "bias", None)
         if isinstance(before, Tensor) and not isinstance(after, Tensor):
             size = float(before.detach().abs().max())
-            what = f"its bias was dropped (the float layer's reaches {size:.3g})"
+            description = f"its bias was dropped (the float layer's reaches {size:.3g})"
         elif rewritten:
             continue
         elif isinstance(after, Tensor) and not isinstance(before, Tensor):
-            what = "it has a bias, and the float layer has none"
-        elif isinstance(before, Tensor) and isinstance(after, Tensor) and not _same(before, after):
+            description = "it has a bias, and the float layer has none"
+        elif isinstance(before, Tensor) and isinstance(after, Tensor) and not _is_equal(before, after):
             off = float((after.detach().float().cpu() - before.detach().float().cpu()).abs().max())
-            what = f"its bias is another one (off by up to {off:.3g})"
+            description = f"its bias is another one (off by up to {off:.3g})"
         else:
             continue
-        yield Finding("bias", layer.name, what, "Copy the float layer's bias as it is: biases are not quantized")
+        yield Finding("bias", layer.name, description, "Copy the float layer's bias as it is: biases are not quantized")
 
 
 def ties(quantized: nn.Module, original: nn.Module) -> Iterator[Finding]:
@@ -63,12 +63,12 @@ def ties(quantized: nn.Module, original: nn.Module) -> Iterator[Finding]:
     layers, after = find_layers(original), {name: layer for layer in find_layers(quantized) for name in layer.names}
     for group in tied_groups(layers):
         names = [layers[i].name for i in group]
-        held = {id(_held(after[name])) for name in names if name in after}
+        held = {id(_layer_parameters(after[name])) for name in names if name in after}
         if len(held) > 1:
             yield Finding(
                 "tie", names[-1],
                 f"it was tied to {names[0]} and is not any more: the weight is stored twice, and can become two weights",
-                "Quantize both by one target with quantize_, or tie them again",
+                "Quantize both by one config with quantize_, or tie them again",
             )  # fmt: skip
 
 
@@ -77,9 +77,9 @@ def parameters(quantized: nn.Module, original: nn.Module) -> Iterator[Finding]:
     inside = {name for name, module in quantized.named_modules(remove_duplicate=False) if isinstance(module, QuantizedModule)}
     before = dict(original.named_parameters(remove_duplicate=False)) | dict(original.named_buffers(remove_duplicate=False))
     after = dict(quantized.named_parameters(remove_duplicate=False)) | dict(quantized.named_buffers(remove_duplicate=False))
-    kept = {name: value for name, value in after.items() if name.rpartition(".")[0] not in inside}
-    kept = {name: value for name, value in kept.items() if not isinstance(value, QTensor)}  # experts are quantized
-    other = [name for name, value in kept.items() if name in before and not _same(before[name], value)]
+    unquantized = {name: value for name, value in after.items() if name.rpartition(".")[0] not in inside}
+    unquantized = {name: value for name, value in unquantized.items() if not isinstance(value, QTensor)}  # experts are quantized
+    other = [name for name, value in unquantized.items() if name in before and not _is_equal(before[name], value)]
     if other:
         more = f", and so are {len(other) - 1} more" if other[1:] else ""
         yield Finding(
@@ -90,12 +90,12 @@ def parameters(quantized: nn.Module, original: nn.Module) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _held(layer: Layer) -> Tensor | None:
+def _layer_parameters(layer: Layer) -> Tensor | None:
     parameters = layer.module._parameters
     return parameters.get(layer.attribute)
 
 
-def _same(before: Tensor, after: Tensor) -> bool:
+def _is_equal(before: Tensor, after: Tensor) -> bool:
     """Whether the two are equal but for being stored in another dtype."""
     if before.shape != after.shape:
         return False

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..grid import Scales, divisor, grouped, scale_values
 from ..tensor import QTensor
-from .decibels import decibels
+from .faults import identify_fault
 from .report import Finding
-from .suspects import explained
+from .sqnr import decibels
 
-__all__ = ["WeightFigures", "examined", "stored"]
+__all__ = ["WeightFigures", "compare_weights", "check_stored"]
 
 _WORSE = 4.0  # times the noise that it should have (6 dB), from where on a group or a weight is looked into
 _OFF = 1.5  # times the right scale, from where on one is told from rounding
@@ -25,7 +25,7 @@ _FAR = 12.0  # dB below what the scheme gives: no rounding of this weight, whate
 
 
 class WeightFigures(NamedTuple):
-    """Fields as in :class:`~lowbit.diagnosis.report.LayerFigures`; ``mended``: the weight, float32, with the scales and zero
+    """Fields as in :class:`~lowbit.diagnosis.report.LayerFigures`; ``repaired``: the weight, float32, with the scales and zero
     points put right that the findings call wrong, where they do: data can tell whether it gives better outputs."""
 
     weight_db: float | None
@@ -33,32 +33,32 @@ class WeightFigures(NamedTuple):
     zero_groups: int
     clipped: float
     findings: tuple[Finding, ...]
-    mended: Tensor | None = None
+    repaired: Tensor | None = None
 
 
-def stored(name: str, weight: QTensor) -> WeightFigures:
+def check_stored(name: str, weight: QTensor) -> WeightFigures:
     """What can be told of ``weight`` [N, K] alone."""
     finding = _not_finite(name, weight, weight.canonical().dequantize(torch.float32))
     return WeightFigures(None, None, 0, 0.0, () if finding is None else (finding,))
 
 
-def examined(name: str, weight: QTensor, before: Tensor, fresh: QTensor) -> WeightFigures:
-    """Compare the ``weight`` [N, K] with the float one ``before``, and with that rounded to nearest, ``fresh``."""
-    weight, fresh = weight.canonical(), fresh.canonical()
+def compare_weights(name: str, weight: QTensor, before: Tensor, rtn: QTensor) -> WeightFigures:
+    """Compare the ``weight`` [N, K] with the float one ``before``, and with that rounded to nearest, ``rtn``."""
+    weight, rtn = weight.canonical(), rtn.canonical()
     before = before.to(weight.device, torch.float32)
     dense = weight.dequantize(torch.float32)
     bad = _not_finite(name, weight, dense)
     if bad is not None:
-        return WeightFigures(-math.inf, _db(before, fresh.dequantize(torch.float32)), 0, 0.0, (bad,))
-    rounded = fresh.dequantize(torch.float32)
+        return WeightFigures(-math.inf, _db(before, rtn.dequantize(torch.float32)), 0, 0.0, (bad,))
+    rounded = rtn.dequantize(torch.float32)
     weight_db, expected_db = _db(before, dense), _db(before, rounded)
     groups = _Groups(weight, before, dense, rounded)
-    findings, mended = groups.findings(name)
+    findings, repaired = groups.findings(name)
     if groups.median_db < groups.expected_median_db - 10 * math.log10(_WORSE):
         # Not a few groups: something that went wrong with the whole.
-        found = explained(weight, before, lambda candidate: _db(before, candidate), expected_db - 10 * math.log10(_WORSE))
+        found = identify_fault(weight, before, lambda candidate: _db(before, candidate), expected_db - 10 * math.log10(_WORSE))
         if found is not None:
-            mended = None
+            repaired = None
             findings = [
                 Finding(
                     "codes", name,
@@ -69,7 +69,7 @@ def examined(name: str, weight: QTensor, before: Tensor, fresh: QTensor) -> Weig
             ]  # fmt: skip
         elif weight_db < min(expected_db - _FAR, 1.0):
             findings.append(_strange(name, weight_db, expected_db))
-    return WeightFigures(weight_db, expected_db, groups.zeros, _clipped(weight, before), tuple(findings), mended)
+    return WeightFigures(weight_db, expected_db, groups.zeros, _clipped(weight, before), tuple(findings), repaired)
 
 
 def _not_finite(name: str, weight: QTensor, dense: Tensor) -> Finding | None:
@@ -97,22 +97,24 @@ class _Groups:
     def __init__(self, weight: QTensor, before: Tensor, dense: Tensor, rounded: Tensor) -> None:
         size = weight.scheme.group(weight.shape[1])
         w, q, r = (grouped(x.double(), size) for x in (before, dense, rounded))
-        self.energy, self.own = w.square().sum(-1), q.square().sum(-1)
+        self.energy, self.quantized_energy = w.square().sum(-1), q.square().sum(-1)
         self.noise, self.usual = (w - q).square().sum(-1), (w - r).square().sum(-1)
         dot = (w * q).sum(-1)
-        self.gain = dot / torch.where(self.own > 0, self.own, torch.inf)
+        self.gain = dot / torch.where(self.quantized_energy > 0, self.quantized_energy, torch.inf)
         count = grouped(torch.ones_like(before[:1], dtype=torch.float64), size).sum(-1)
         self.shift = (w - q).sum(-1) / count  # what all weights of a group are off by
         self.level = self.shift.square() * count  # of the noise
-        self.many = (count >= _FEW).expand_as(self.shift)
+        self.has_many = (count >= _FEW).expand_as(self.shift)
         self.step = scale_values(weight.scheme, Scales(weight.scale, None, weight.outer)).double()
-        self.zero = (self.own == 0) & (self.energy > 0) & (r.square().sum(-1) > 0) & (self.many | (self.step == 0))
+        self.zero = (
+            (self.quantized_energy == 0) & (self.energy > 0) & (r.square().sum(-1) > 0) & (self.has_many | (self.step == 0))
+        )
         self.has_zero_point, self.size, self.dense = weight.zero_point is not None, size, dense
         self.left = self.energy - self.gain * dot  # of the noise, under the scale that suits these codes best
 
     @property
     def zeros(self) -> int:
-        return int(((self.own == 0) & (self.energy > 0)).sum())
+        return int(((self.quantized_energy == 0) & (self.energy > 0)).sum())
 
     @property
     def _share(self) -> Tensor:
@@ -136,10 +138,10 @@ class _Groups:
         found = []
         if bool(self.zero.any()):
             n, g = self.zero.nonzero()[0].tolist()
-            what = f"{int(self.zero.sum())} of {self.zero.numel()} groups mean zeros and should not"
-            what += f", the first is group {g} of row {n}"
+            description = f"{int(self.zero.sum())} of {self.zero.numel()} groups mean zeros and should not"
+            description += f", the first is group {g} of row {n}"
             remedy = "Their scales were lost, or underflowed in a narrow format: quantize with scale='bf16' or 'fp32'"
-            found.append(Finding("zero groups", name, what, remedy))
+            found.append(Finding("zero groups", name, description, remedy))
         scale, point = self._misfits()
         for kind, bad in (("scale", scale), ("zero point", point)):
             if not bool(bad.any()):
@@ -147,21 +149,25 @@ class _Groups:
             n, g = bad.nonzero()[0].tolist()
             gain = float(self.gain[n, g])
             if kind == "zero point":
-                how = f"its weights are all off by {abs(float(self.shift[n, g] / self.step[n, g])):.2g} steps"
+                deviation = f"its weights are all off by {abs(float(self.shift[n, g] / self.step[n, g])):.2g} steps"
             else:
-                how = f"it is {1 / gain:.3g} times what suits its codes" if gain > 0 else "its codes want the other sign"
-            what = f"the {kind} of {int(bad.sum())} of {bad.numel()} groups is wrong, the first is group {g} of row {n}: {how}"
-            found.append(Finding(kind, name, what, f"Look at what wrote or sliced the {kind}s"))
+                deviation = f"it is {1 / gain:.3g} times what suits its codes" if gain > 0 else "its codes want the other sign"
+            description = (
+                f"the {kind} of {int(bad.sum())} of {bad.numel()} groups is wrong, the first is group {g} of row {n}: {deviation}"
+            )
+            found.append(Finding(kind, name, description, f"Look at what wrote or sliced the {kind}s"))
         if not bool((scale | point).any()):
             return found, None
         gains, shifts = torch.where(scale, self.gain, 1.0)[..., None], torch.where(point, self.shift, 0.0)[..., None]
-        mended = (grouped(self.dense.double(), self.size) * gains + shifts).flatten(-2)
-        return found, mended[:, : self.dense.shape[1]].float()
+        repaired = (grouped(self.dense.double(), self.size) * gains + shifts).flatten(-2)
+        return found, repaired[:, : self.dense.shape[1]].float()
 
     def _misfits(self) -> tuple[Tensor, Tensor]:
         """bool [N, G]: groups with a wrong scale, and with a wrong zero point."""
         middle = float(self._share.median()) if self._share.numel() else 0.0
-        noisy = (self.noise > _WORSE * torch.maximum(self.usual, middle * self.energy)) & (self.own > 0) & self.many
+        noisy = (
+            (self.noise > _WORSE * torch.maximum(self.usual, middle * self.energy)) & (self.quantized_energy > 0) & self.has_many
+        )
         scale = noisy & (self.left < (1 - _EXPLAINS) * self.noise)
         scale &= (self.gain <= 0) | (self.gain > _OFF) | (self.gain < 1 / _OFF)
         point = noisy & ~scale & (self.level > _EXPLAINS * self.noise) & (self.shift.abs() > _STEPS * self.step)

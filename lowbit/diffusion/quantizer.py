@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 from ..checkpoint.assembly import Assembly
 from ..checkpoint.header import Entry
-from ..checkpoint.inventory import Inventory, joined
+from ..checkpoint.inventory import Inventory, join_name
 from ..checkpoint.shards import FileSet
 from ..checkpoint.tensor_file import CheckpointError, TensorFile
-from ..floats import dequantized_
+from ..dequantize import dequantize_
 from ..layers import Layer, tied_groups
 from ..planning import planned
 from ..plans import LayerPlan
-from ..pretrained.config import METHOD, Config, LowbitFolder
+from ..pretrained.config import METHOD, Config, QuantizedFolderConfig
 from ..pretrained.methods import override
 from ..pretrained.saving import save_pretrained
+from ..quantized_module import QuantizedModule
 from ..replacement import replace_layers
-from ..weight import QuantizedModule
 
 if TYPE_CHECKING:
     from ..plans import Plan
@@ -94,7 +94,7 @@ class LowbitDiffusersQuantizer(DiffusersQuantizer):
             with _opened(self._files) as found:
                 assembly = Assembly(model, found, torch.device("cpu"))
                 assembly.read()
-                assembly.carry_out()
+                assembly.apply()
             for module in model.modules() if self._dtype is not None else ():
                 if isinstance(module, QuantizedModule):
                     module.to(self._dtype)
@@ -109,9 +109,9 @@ class LowbitDiffusersQuantizer(DiffusersQuantizer):
         self.plan, layers = planned(model, recipe, lambda _, name: not wide & set(name.split(".")), None)
         shared = {i for group in tied_groups(layers) for i in group}
         for i, (entry, layer) in enumerate(zip(self.plan.layers, layers, strict=True)):
-            if entry.target is not None and i in shared:
+            if entry.config is not None and i in shared:
                 self._late.append((entry, layer))
-            elif entry.target is not None:
+            elif entry.config is not None:
                 self._waiting[f"{entry.name}.weight"] = entry, layer
 
     def check_if_quantized_param(self, model: Any, param_value: Tensor, param_name: str, *args: Any, **kwargs: Any) -> bool:
@@ -162,7 +162,7 @@ class LowbitDiffusersQuantizer(DiffusersQuantizer):
         return {stored.name: stored.value().detach().cpu() for stored in found.tensors}, found.header.metadata()
 
     def _dequantize(self, model: Any) -> Any:
-        dequantized_(model)
+        dequantize_(model)
         model._internal_dict = type(model._internal_dict)(
             {name: value for name, value in model._internal_dict.items() if name != "quantization_config"}
         )
@@ -183,7 +183,7 @@ class LowbitDiffusersQuantizer(DiffusersQuantizer):
 
 def _weight_of(path: str, entry: Entry) -> str:
     """What the model calls the weight of ``entry``."""
-    return path if entry.kind == "parameter" else joined(path, "weight")
+    return path if entry.kind == "parameter" else join_name(path, "weight")
 
 
 @contextlib.contextmanager
@@ -220,7 +220,7 @@ def _override_methods() -> None:
 def attach(model: Any, plan: Plan | None = None) -> None:
     """Let ``model.save_pretrained`` write ``model``, one of diffusers' that was quantized outside from_pretrained."""
     recipe = None if plan is None else plan.recipe
-    model.hf_quantizer = LowbitDiffusersQuantizer(LowbitFolder(recipe), pre_quantized=False)
+    model.hf_quantizer = LowbitDiffusersQuantizer(QuantizedFolderConfig(recipe), pre_quantized=False)
     model.hf_quantizer.plan = plan
     model.is_quantized, model.quantization_method = True, METHOD
     model.register_to_config(quantization_config=model.hf_quantizer.quantization_config)

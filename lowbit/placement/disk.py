@@ -24,7 +24,7 @@ def write_codes(weight: QTensor, name: str, folder: Any) -> dict[str, Any]:
     file = f"{name}.pt"
     torch.save(weight.detach().cpu(), Path(folder) / file)
     dtype = str(weight.dtype).removeprefix("torch.")
-    return {KEY: file, "scheme": weight.spelling, "dtype": dtype, "shape": list(weight.shape)}
+    return {KEY: file, "scheme": weight.scheme_str, "dtype": dtype, "shape": list(weight.shape)}
 
 
 def read_codes(entry: dict[str, Any], folder: Any) -> QTensor:

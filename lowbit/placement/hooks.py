@@ -19,13 +19,13 @@ from ..tensor import QTensor
 __all__ = [
     "ATTRIBUTES",
     "execution_device",
-    "give_hook",
+    "attach_hook",
     "is_hooked",
     "is_offloaded",
-    "kept_in_memory",
+    "offloaded_in_memory",
     "offloaded",
     "resident",
-    "take_hook",
+    "detach_hook",
 ]
 
 ATTRIBUTES = frozenset({"_hf_hook", "_old_forward", "forward"})
@@ -38,8 +38,8 @@ def is_hooked(module: nn.Module) -> bool:
     if "_hf_hook" not in held or "accelerate.hooks" not in sys.modules:
         return False
     inner = held.get("_old_forward")
-    is_own = getattr(inner, "__func__", None) is type(module).forward and getattr(inner, "__self__", None) is module
-    return is_own and getattr(held.get("forward"), "__wrapped__", None) is inner
+    is_lowbit = getattr(inner, "__func__", None) is type(module).forward and getattr(inner, "__self__", None) is module
+    return is_lowbit and getattr(held.get("forward"), "__wrapped__", None) is inner
 
 
 def offloaded(module: nn.Module, name: str) -> Tensor | None:
@@ -58,13 +58,13 @@ def resident(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     return tensor if found is None else found
 
 
-def kept_in_memory(module: nn.Module, name: str) -> Tensor | None:
+def offloaded_in_memory(module: nn.Module, name: str) -> Tensor | None:
     """:func:`offloaded`, where that is in memory; what is read from a file is another tensor each time."""
     for hook in _aligning(module):
-        kept, key = hook.weights_map, name
-        while hasattr(kept, "dataset"):
-            kept, key = kept.dataset, f"{kept.prefix}{key}"
-        found = getattr(kept, "state_dict", kept) if hook.offload else {}
+        store, key = hook.weights_map, name
+        while hasattr(store, "dataset"):
+            store, key = store.dataset, f"{store.prefix}{key}"
+        found = getattr(store, "state_dict", store) if hook.offload else {}
         if key in found:
             assert isinstance(found[key], Tensor)
             return found[key]
@@ -82,7 +82,7 @@ def execution_device(module: nn.Module) -> torch.device | None:
     return None if where is None else torch.device(where)
 
 
-def take_hook(module: nn.Module, name: str = "weight") -> Any:
+def detach_hook(module: nn.Module, name: str = "weight") -> Any:
     """Take the hook off ``module``, whose parameter ``name`` is replaced, and give it; all but that parameter, where it is
     offloaded, is then where it was before it was hooked."""
     if not is_hooked(module):
@@ -100,7 +100,7 @@ def take_hook(module: nn.Module, name: str = "weight") -> Any:
     return hook
 
 
-def give_hook(module: nn.Module, hook: Any, name: str = "weight") -> None:
+def attach_hook(module: nn.Module, hook: Any, name: str = "weight") -> None:
     """Hook ``module``, whose parameter ``name`` is quantized now. Where the hook offloads it keeps the new weight where it kept
     the old one."""
     if hook is None:
@@ -111,7 +111,7 @@ def give_hook(module: nn.Module, hook: Any, name: str = "weight") -> None:
     assert isinstance(weight, QTensor)
     for each in _each(hook):
         if getattr(each, "offload", False):
-            _keep(each.weights_map, name, weight)
+            _store(each.weights_map, name, weight)
         if name in getattr(each, "tied_params_names", ()):
             each.tied_params_names.discard(name)
             each.tied_params_map[weight.data_ptr()] = {}
@@ -133,20 +133,20 @@ def _each(hook: Any) -> Iterator[Any]:
         yield hook
 
 
-def _keep(kept: Any, name: str, weight: QTensor) -> None:
-    """Let ``kept``, which hooks read values from, have ``weight`` under ``name``."""
+def _store(store: Any, name: str, weight: QTensor) -> None:
+    """Let ``store``, which hooks read values from, have ``weight`` under ``name``."""
     from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
     from accelerate.utils.offload import offload_weight, save_offload_index
 
-    if isinstance(kept, PrefixedDataset):
-        _keep(kept.dataset, f"{kept.prefix}{name}", weight)
-    elif not isinstance(kept, OffloadedWeightsLoader):
-        kept[name] = weight.detach()
-    elif name in kept.state_dict or kept.save_folder is None:
-        kept.state_dict[name] = weight.detach()
+    if isinstance(store, PrefixedDataset):
+        _store(store.dataset, f"{store.prefix}{name}", weight)
+    elif not isinstance(store, OffloadedWeightsLoader):
+        store[name] = weight.detach()
+    elif name in store.state_dict or store.save_folder is None:
+        store.state_dict[name] = weight.detach()
     else:
-        old = kept.index[name]
-        kept.index[name] = offload_weight(weight, name, kept.save_folder, {})[name]
-        save_offload_index({name: kept.index[name]}, kept.save_folder)
+        old = store.index[name]
+        store.index[name] = offload_weight(weight, name, store.save_folder, {})[name]
+        save_offload_index({name: store.index[name]}, store.save_folder)
         if "safetensors_file" not in old:
-            Path(kept.save_folder, f"{name}.dat").unlink(missing_ok=True)
+            Path(store.save_folder, f"{name}.dat").unlink(missing_ok=True)

@@ -15,10 +15,10 @@ from torch import nn
 from ..checkpoint import load
 from ..checkpoint.assembly import Assembly
 from ..checkpoint.header import is_quantized
-from ..checkpoint.inventory import joined
+from ..checkpoint.inventory import join_name
 from ..checkpoint.shards import open_files, weight_files
 from ..checkpoint.tensor_file import CheckpointError, TensorFile
-from ..weight import QuantizedModule
+from ..quantized_module import QuantizedModule
 
 __all__ = ["load_in_model", "outline", "quantized_folder"]
 
@@ -30,7 +30,7 @@ def outline(model: nn.Module, folder: Path) -> None:
     with open_files(folder) as files:
         assembly = Assembly(model, files, torch.device("meta"))
         assembly.read()
-        assembly.carry_out()
+        assembly.apply()
 
 
 def quantized_folder(checkpoint: Any) -> Path | None:
@@ -70,7 +70,7 @@ def _place(model: nn.Module, device_map: dict[str, Any], offload_folder: Any, of
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            path = joined(prefix, name)
+            path = join_name(prefix, name)
             where = _where(device_map, path)
             if where == "disk":
                 offload_weight(parameter.detach(), path, offload_folder, index)
@@ -83,14 +83,14 @@ def _place(model: nn.Module, device_map: dict[str, Any], offload_folder: Any, of
                 assert found is not None
                 moved[id(parameter), where] = found
         for name, buffer in list(module._buffers.items()):
-            where = _where(device_map, joined(prefix, name)) if buffer is not None else "disk"
+            where = _where(device_map, join_name(prefix, name)) if buffer is not None else "disk"
             if where != "disk":
                 set_module_tensor_to_device(module, name, where)
             elif buffer is not None and offload_buffers and name not in module._non_persistent_buffers_set:
-                offload_weight(buffer, joined(prefix, name), offload_folder, index)
+                offload_weight(buffer, join_name(prefix, name), offload_folder, index)
                 set_module_tensor_to_device(module, name, "meta")
         if isinstance(module, QuantizedModule):
-            module._settle()
+            module._relayout()
     save_offload_index(index, offload_folder)
 
 

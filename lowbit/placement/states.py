@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..checkpoint.header import Entry
-from ..checkpoint.inventory import joined, part_as_stored
+from ..checkpoint.inventory import join_name, part_as_stored
 from ..packing import unpack
+from ..quantized_module import QuantizedModule
 from ..tensor import QTensor
-from ..weight import QuantizedModule
 
 __all__ = ["in_parts", "load_parts"]
 
@@ -27,7 +27,7 @@ def load_parts(model: nn.Module, filename: Any, strict: bool, device: Any) -> tu
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items() if not isinstance(module, QuantizedModule) else ():
             if isinstance(parameter, QTensor):
-                _assemble(state, joined(prefix, name), parameter)
+                _assemble(state, join_name(prefix, name), parameter)
     found = model.load_state_dict(state, strict=False)
     missing, unexpected = sorted(set(found.missing_keys) - ties), sorted(found.unexpected_keys)
     if strict and (missing or unexpected):
@@ -45,7 +45,7 @@ def _assemble(state: dict[str, Any], path: str, like: QTensor) -> None:
         return  # told as missing, or as a weight that does not fit
     for part, name in names.items():
         if (state[name].dtype, tuple(state[name].shape)) != (specs[part].dtype, specs[part].shape):
-            raise RuntimeError(f"size mismatch for {name}: {tuple(state[name].shape)}, and a {like.spelling} has {specs[part]}")
+            raise RuntimeError(f"size mismatch for {name}: {tuple(state[name].shape)}, and a {like.scheme_str} has {specs[part]}")
     found = {part: state.pop(name) for part, name in names.items()}
     parts = {part: unpack(tensor, *packing[part]) if part in packing else tensor for part, tensor in found.items()}
     order = (parts["packed"].squeeze(-1), parts["scale"], parts.get("zero_point"), parts.get("outer"))

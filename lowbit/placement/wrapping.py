@@ -46,21 +46,21 @@ def wrap_dispatching(dispatching: ModuleType) -> None:
 
     replace_everywhere(original, load_checkpoint_and_dispatch)
     for name in ("disk_offload", "dispatch_model"):
-        replace_everywhere(getattr(dispatching, name), _into_its_own_folder(getattr(dispatching, name)))
+        replace_everywhere(getattr(dispatching, name), _with_empty_offload_dir(getattr(dispatching, name)))
 
 
-def _into_its_own_folder(place: Callable[..., Any]) -> Callable[..., Any]:
+def _with_empty_offload_dir(place: Callable[..., Any]) -> Callable[..., Any]:
     """``place(model, ..., offload_dir=)``, which takes what lies in the folder for the weights of ``model`` and writes none."""
 
     @functools.wraps(place)
-    def into_its_own_folder(*args: Any, **options: Any) -> Any:
+    def with_empty_offload_dir(*args: Any, **options: Any) -> Any:
         given = inspect.signature(place).bind(*args, **options).arguments
         folder = given.get("offload_dir")
         if folder is not None and given.get("offload_index") is None:
             _check_index(given["model"], Path(folder) / "index.json")
         return place(*args, **options)
 
-    return into_its_own_folder
+    return with_empty_offload_dir
 
 
 def _check_index(model: Any, path: Path) -> None:
@@ -70,10 +70,11 @@ def _check_index(model: Any, path: Path) -> None:
     index = json.loads(path.read_text(encoding="utf-8"))
     for name, parameter in model.named_parameters():
         entry = index.get(name)
-        if entry is not None and not parameter.is_meta and entry.get("scheme") != getattr(parameter, "spelling", None):
-            there, here = entry.get("scheme", "floats"), getattr(parameter, "spelling", "floats")
+        if entry is not None and not parameter.is_meta and entry.get("scheme") != getattr(parameter, "scheme_str", None):
+            stored_scheme, current_scheme = entry.get("scheme", "floats"), getattr(parameter, "scheme_str", "floats")
             raise ValueError(
-                f"{path.parent} holds {name} of an earlier model as {there}, and here it is {here}: give an empty folder"
+                f"{path.parent} holds {name} of an earlier model as {stored_scheme}, and here it is {current_scheme}: give an "
+                f"empty folder"
             )
 
 

@@ -14,7 +14,7 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from ..recipe import Recipe
 
-__all__ = ["METHOD", "Config", "LowbitFolder"]
+__all__ = ["METHOD", "Config", "QuantizedFolderConfig"]
 
 
 class _Method(str):
@@ -49,7 +49,7 @@ class Config(QuantizationConfigMixin):
     def __init__(self, recipe: Any, modules_to_not_convert: Iterable[str] | None = None) -> None:
         from ..recipe import Recipe
 
-        self.recipe = Recipe.of(recipe).keeping(modules_to_not_convert or ())
+        self.recipe = Recipe.of(recipe).with_keep(modules_to_not_convert or ())
 
     @property
     def modules_to_not_convert(self) -> list[str] | None:
@@ -67,18 +67,18 @@ class Config(QuantizationConfigMixin):
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """A configuration from what :meth:`to_dict` gave; a ``recipe`` by name will do as well."""
         if cls is Config:
-            return LowbitFolder.from_dict(config_dict, return_unused_kwargs, **kwargs)
+            return QuantizedFolderConfig.from_dict(config_dict, return_unused_kwargs, **kwargs)
         config = cls(_read(config_dict.get("recipe")))
-        if keep := config_dict.get("modules_to_not_convert"):
+        if names := config_dict.get("modules_to_not_convert"):
             if config.recipe is None:
-                raise ValueError(f"modules_to_not_convert {keep!r:.80} says what a recipe leaves, and there is no recipe")
-            config.recipe = config.recipe.keeping(keep)
+                raise ValueError(f"modules_to_not_convert {names!r:.80} says what a recipe leaves, and there is no recipe")
+            config.recipe = config.recipe.with_keep(names)
         return (config, kwargs) if return_unused_kwargs else config
 
 
-class LowbitFolder(Config):
+class QuantizedFolderConfig(Config):
     """What config.json of a quantized folder says. The tensors' own header says what each of them is; ``recipe``, which
-    may be None, is what they were made by, and ``made`` what else is known of that, for people to read:
+    may be None, is what they were made by, and ``facts`` what else is known of that, for people to read:
 
     * ``bits_per_weight``: of the layers that are quantized, scales included;
     * ``calibration``: the rows, and of token ids the tokens, of the data that was looked at; absent where none was;
@@ -86,29 +86,29 @@ class LowbitFolder(Config):
     * ``base_model``: the name of the float model.
     """
 
-    _MADE = ("bits_per_weight", "calibration", "lowbit_version", "base_model")
+    _FACTS = ("bits_per_weight", "calibration", "lowbit_version", "base_model")
 
     def __init__(self, recipe: Any = None, modules_to_not_convert: Iterable[str] | None = None) -> None:
         self.recipe = None
-        self.made: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
         if recipe is not None:
             super().__init__(recipe, modules_to_not_convert)
 
     @classmethod
-    def told(cls, recipe: Any, made: Mapping[str, Any]) -> LowbitFolder:
+    def describe(cls, recipe: Any, facts: Mapping[str, Any]) -> QuantizedFolderConfig:
         """Of a model that ``recipe`` made, and what is known of that."""
         config = cls(recipe)
-        config.made = dict(made)
+        config.facts = dict(facts)
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), **self.made}
+        return {**super().to_dict(), **self.facts}
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         found = super().from_dict(config_dict, return_unused_kwargs, **kwargs)
         config = found[0] if return_unused_kwargs else found
-        config.made = {name: config_dict[name] for name in cls._MADE if name in config_dict}
+        config.facts = {name: config_dict[name] for name in cls._FACTS if name in config_dict}
         return found
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..expert_products import grouped_linear
 from ..experts import expert_weights
-from ..routed import routed
 from ..tensor import QTensor
 
 __all__ = ["NAME", "experts_forward", "multiply_by_experts"]
@@ -45,7 +45,7 @@ def _product(self: Any, name: str, x: Tensor, ends: list[int]) -> Tensor:
     """``x``, sorted by expert, times the matrices of ``name``."""
     weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None) if self.has_bias else None
     if isinstance(weight, QTensor):
-        return routed(x, weight, ends, bias)
+        return grouped_linear(x, weight, ends, bias)
     starts = [0, *ends[:-1]]
     found = [x.new_zeros(0, weight.shape[2 if self.is_transposed else 1])]
     for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):

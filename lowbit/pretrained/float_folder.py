@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.header import is_quantized
+from ..checkpoint.hf_config import build_on_meta
 from ..checkpoint.provenance import by_config, by_names, remedy
 from ..checkpoint.shards import INDEX, SINGLE, read_index
-from ..checkpoint.skeleton import built
 from ..checkpoint.tensor_file import CheckpointError, Spec, TensorFile
 from .loading_report import Report, report_of
 
@@ -40,7 +40,7 @@ def check_float(folder: Path) -> None:
 def outline_of(folder: Path) -> tuple[nn.Module, list[str]]:
     """The model that config.json in ``folder`` describes, on the meta device, and remarks; see :func:`check_folder`."""
     check_float(folder)
-    model = built(folder)
+    model = build_on_meta(folder)
     return model, check_folder(folder, model)
 
 
@@ -52,14 +52,14 @@ def check_folder(folder: Path, model: Any) -> list[str]:
     short or contradict their index, and, with the names, for tensors that are missing, unexpected or of another shape.
     """
     check_float(folder)
-    kind, config = type(model), model.config
+    model_class, config = type(model), model.config
     specs = stored(folder)
-    report, _ = report_of(kind, config, specs)
+    report, _ = report_of(model_class, config, specs)
     _refuse_codes(folder, model, specs)
     left = _left_over(report, model, specs)
-    _refuse(folder, kind, report, left)
-    known = [name for name in report.unexpected if name not in left and not _is_mask(name, model)]
-    return [f"passed over, as no part of a {kind.__name__}: {_listed(known)}"] if known else []
+    _refuse(folder, model_class, report, left)
+    saved_names = [name for name in report.unexpected if name not in left and not _is_mask(name, model)]
+    return [f"passed over, as no part of a {model_class.__name__}: {_listed(saved_names)}"] if saved_names else []
 
 
 def check_load(report: Report, model: Any, files: Sequence[str] | None) -> frozenset[str]:
@@ -70,21 +70,21 @@ def check_load(report: Report, model: Any, files: Sequence[str] | None) -> froze
     """
     if report.is_clean:
         return report.absent
-    kind = type(model)
-    own = _own_outline(files)
-    if own is None:
+    model_class = type(model)
+    saved_model = _saved_outline(files)
+    if saved_model is None:
         specs = stored_in([Path(file) for file in files or ()])
-        _refuse(Path(files[0]).parent if files else "the state_dict", kind, report, _left_over(report, model, specs))
+        _refuse(Path(files[0]).parent if files else "the state_dict", model_class, report, _left_over(report, model, specs))
         return report.absent
     assert files
     folder = Path(files[0]).parent
-    check_folder(folder, own)
+    check_folder(folder, saved_model)
     wrong = Report(
-        missing=tuple(name for name in report.missing if not is_new(name, model, own)),
+        missing=tuple(name for name in report.missing if not is_new(name, model, saved_model)),
         mismatched=tuple(entry for entry in report.mismatched if _is_in_base(entry[0], model)),
         unconverted=report.unconverted,
     )
-    _refuse(folder, kind, wrong, [])
+    _refuse(folder, model_class, wrong, [])
     return report.absent | {name for name, *_ in report.mismatched}
 
 
@@ -124,15 +124,15 @@ def stored(folder: Path) -> dict[str, Spec]:
 def stored_in(files: Sequence[Path], places: Mapping[str, str] | None = None) -> dict[str, Spec]:
     """The tensors in ``files``, the later ones before those of the same name; ``places``: where an index has them."""
     specs: dict[str, Spec] = {}
-    homes: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for file in files:
         found = _specs(file)
         specs |= found
-        homes |= dict.fromkeys(found, file.name)
+        file_of |= dict.fromkeys(found, file.name)
     for name, home in (places or {}).items():
-        if homes.get(name) != home:
-            what = "none of the files holds it" if name not in homes else f"{homes[name]} holds it"
-            raise CheckpointError(f"{files[0].parent / home}: tensor {name} is listed there by the index, and {what}")
+        if file_of.get(name) != home:
+            description = "none of the files holds it" if name not in file_of else f"{file_of[name]} holds it"
+            raise CheckpointError(f"{files[0].parent / home}: tensor {name} is listed there by the index, and {description}")
     return specs
 
 
@@ -153,7 +153,7 @@ def _specs(file: Path) -> dict[str, Spec]:
 # ---- judging -----------------------------------------------------------------------------------------------------
 
 
-def _refuse(where: Any, kind: type, report: Report, unexpected: Sequence[str]) -> None:
+def _refuse(where: Any, model_class: type, report: Report, unexpected: Sequence[str]) -> None:
     """Raise what ``report`` says, with the names; of what is unexpected ``unexpected`` alone."""
     shapes = [f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in report.mismatched]
     parts = {
@@ -162,8 +162,8 @@ def _refuse(where: Any, kind: type, report: Report, unexpected: Sequence[str]) -
         "of another shape in the files": shapes,
         "in the files, and unknown to the model": unexpected,
     }
-    said = "; ".join(f"{what}: {_listed(names)}" for what, names in parts.items() if names)
-    if not said:
+    problems = "; ".join(f"{description}: {_listed(names)}" for description, names in parts.items() if names)
+    if not problems:
         return
     method = by_names(unexpected)
     if method is not None:
@@ -171,17 +171,21 @@ def _refuse(where: Any, kind: type, report: Report, unexpected: Sequence[str]) -
             f"{where} is quantized already, as {method}: its files hold {_listed(unexpected)}, and its config.json names no "
             f"method; {remedy(method)}"
         )
-    raise CheckpointError(f"{where}: its files are not those of a {kind.__name__}, as which it is to be loaded: {said}")
+    raise CheckpointError(
+        f"{where}: its files are not those of a {model_class.__name__}, as which it is to be loaded: {problems}"
+    )
 
 
 def _refuse_codes(folder: Path, model: Any, specs: Mapping[str, Spec]) -> None:
     """Integers where the model has floats are codes, whose scales nobody applies."""
-    kind = type(model)
-    known = {_bare(name, kind): tensor for name, tensor in model.state_dict().items()}
+    model_class = type(model)
+    saved_names = {_without_prefix(name, model_class): tensor for name, tensor in model.state_dict().items()}
     codes = {name: spec for name, spec in specs.items() if not (spec.dtype.is_floating_point or spec.dtype.is_complex)}
-    found = [f"{name} of {spec}" for name, spec in codes.items() if _is_float(known.get(_bare(name, kind)))]
+    found = [
+        f"{name} of {spec}" for name, spec in codes.items() if _is_float(saved_names.get(_without_prefix(name, model_class)))
+    ]
     if found:
-        method = by_names(name for name in specs if _bare(name, kind) not in known) or "integers"
+        method = by_names(name for name in specs if _without_prefix(name, model_class) not in saved_names) or "integers"
         raise QuantizedError(
             f"{folder} is quantized already, as {method}: its files hold {_listed(found)}, where the model has floats, and its "
             f"config.json names no method; {remedy(method)}"
@@ -197,22 +201,22 @@ def _left_over(report: Report, model: Any, specs: Mapping[str, Spec]) -> list[st
     left = [name for name in report.unexpected if not _is_mask(name, model)]
     if not left:
         return []
-    kind, config = type(model), model.config
-    for other in vars(sys.modules.get(kind.__module__, sys)).values():
-        if left and _is_sibling(other, kind, config):
+    model_class, config = type(model), model.config
+    for other in vars(sys.modules.get(model_class.__module__, sys)).values():
+        if left and _is_sibling(other, model_class, config):
             with contextlib.suppress(Exception):  # a class that this configuration does not describe
                 left = sorted({*left} & {*report_of(other, config, specs)[0].unexpected})
     return left
 
 
-def _is_sibling(other: Any, kind: type, config: Any) -> bool:
+def _is_sibling(other: Any, model_class: type, config: Any) -> bool:
     import transformers
 
     return (
         isinstance(other, type)
         and issubclass(other, transformers.PreTrainedModel)
-        and other is not kind
-        and other.__module__ == kind.__module__
+        and other is not model_class
+        and other.__module__ == model_class.__module__
         and getattr(other, "config_class", None) is type(config)
         and other.forward is not nn.Module.forward  # the base of all others
     )
@@ -236,32 +240,32 @@ def _is_in_base(name: str, model: Any) -> bool:
     return any(part.isdigit() for part in name.split("."))  # within a block
 
 
-def _own_outline(files: Sequence[str] | None) -> Any:
+def _saved_outline(files: Sequence[str] | None) -> Any:
     """The model that the folder of ``files`` itself says it holds; None where it does not say."""
     folder = None if not files else Path(files[0]).parent
     if folder is None or not (folder / "config.json").is_file():
         return None
     try:
-        return built(folder)
+        return build_on_meta(folder)
     except CheckpointError:  # code of its own, which is not run here
         return None
 
 
-def is_new(name: str, model: Any, own: Any) -> bool:
-    """Whether the tensor ``name`` of ``model`` is new by its class: a head, or a part below it, that ``own``, the model that
-    was saved, has not at all."""
-    if type(model.config) not in (type(own.config), *(getattr(own.config, "sub_configs", None) or {}).values()):
+def is_new(name: str, model: Any, saved_model: Any) -> bool:
+    """Whether the tensor ``name`` of ``model`` is new by its class: a head, or a part below it, that ``saved_model``, the model
+    that was saved, has not at all."""
+    if type(model.config) not in (type(saved_model.config), *(getattr(saved_model.config, "sub_configs", None) or {}).values()):
         return False
-    known = {_bare(found, type(own)) for found in own.state_dict()}
-    bare = _bare(name, type(model))
+    saved_names = {_without_prefix(found, type(saved_model)) for found in saved_model.state_dict()}
+    unprefixed = _without_prefix(name, type(model))
     if model.base_model is not model and not name.startswith(f"{model.base_model_prefix}."):
-        return bare not in known
-    return bare.partition(".")[0] not in {found.partition(".")[0] for found in known}
+        return unprefixed not in saved_names
+    return unprefixed.partition(".")[0] not in {found.partition(".")[0] for found in saved_names}
 
 
-def _bare(name: str, kind: Any) -> str:
+def _without_prefix(name: str, model_class: Any) -> str:
     """``name`` without the prefix that models with a head put before the names of the model below it."""
-    return name.removeprefix(f"{kind.base_model_prefix}.")
+    return name.removeprefix(f"{model_class.base_model_prefix}.")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -18,15 +18,15 @@ from transformers.core_model_loading import WeightConverter
 
 from ..checkpoint.assembly import Assembly
 from ..checkpoint.header import Entry, Header
-from ..checkpoint.inventory import joined
+from ..checkpoint.hf_config import float_dtype
+from ..checkpoint.inventory import join_name
 from ..checkpoint.shards import FileSet, open_files
-from ..checkpoint.skeleton import float_dtype
 from ..checkpoint.tensor_file import CheckpointError
-from ..experts import settle
-from ..weight import QuantizedModule
-from .classes import is_another, seen_as
-from .kept import keep_float32
-from .parallel import is_shared, quantized_parameters, read_whole
+from ..experts import relayout_experts
+from ..quantized_module import QuantizedModule
+from .class_mapping import is_other_class, with_names_of
+from .default_exclusions import apply_fp32_modules
+from .parallel import is_shared, quantized_parameters, read_unsharded
 from .parts import WeightParts
 from .ties import set_ties
 
@@ -46,13 +46,13 @@ class Folder:
         if not files:
             raise CheckpointError("a quantized model is loaded from a folder: give from_pretrained its path, and no state_dict")
         folder = Path(files[0]).parent
-        keep_float32(model, model.config.dtype)
+        apply_fp32_modules(model, model.config.dtype)
         wanted = {name: tensor.dtype for name, tensor in _tensors(model)}
         with open_files(folder) as opened:
             self._entries, self._extra = opened.header.quantized, opened.header.nonpersistent
             new: frozenset[str] = frozenset()
-            if is_another(model, opened.header):
-                opened, new = seen_as(model, opened, folder)
+            if is_other_class(model, opened.header):
+                opened, new = with_names_of(model, opened, folder)
             self._header = opened.header
             _fill(model, opened, new)
             held = opened.specs
@@ -61,11 +61,11 @@ class Folder:
         self._as_stored = _stored_dtype(folder, self._header) in (None, model.config.dtype)
         if not self._as_stored:
             _cast(model, wanted)
-        self._fixed = {joined(path, "input_scale") for path, entry in self._header.quantized.items() if entry.input_scale}
+        self._fixed = {join_name(path, "input_scale") for path, entry in self._header.quantized.items() if entry.input_scale}
         self._sizes = {_named(path, entry): _element_size(entry) for path, entry in self._header.quantized.items()}
         self._prepare(model)
         shared = quantized_parameters(model) if is_shared(model) else []
-        self._reading = read_whole(shared)
+        self._reading = read_unsharded(shared)
         for module, name in shared:  # a plan has a place for each weight; those that are one are tied again once they are read
             module._parameters[name] = nn.Parameter(getattr(module, name).detach(), requires_grad=False)
 
@@ -87,13 +87,13 @@ class Folder:
     def conversions(self) -> list[WeightConverter]:
         return [WeightParts(self._entries, self._header.quantized)]
 
-    rounding = None
+    conversion = None
 
-    def rounds(self, name: str) -> bool:
-        """Whether transformers is to have ``rounding`` done to the parameter ``name`` of the file."""
+    def is_quantized_here(self, name: str) -> bool:
+        """Whether transformers is to have ``conversion`` done to the parameter ``name`` of the file."""
         return False
 
-    def keeps(self, converter: Any) -> bool:
+    def keeps_dtype(self, converter: Any) -> bool:
         """Whether the tensors that ``converter`` takes keep their dtype."""
         return self._as_stored or isinstance(converter, WeightParts) or converter.target_patterns[0] in self._fixed
 
@@ -114,15 +114,15 @@ class Folder:
             module._buffers[leaf] = tensor.to(module._buffers[leaf].device)
         for module in model.modules():
             if isinstance(module, QuantizedModule):
-                module._settle()
-        settle(model)
+                module._relayout()
+        relayout_experts(model)
         if self._as_stored:
             model.config.dtype = float_dtype(model)
 
 
 def _named(path: str, entry: Entry) -> str:
     """What the model calls the weight."""
-    return path if entry.kind == "parameter" else joined(path, "weight")
+    return path if entry.kind == "parameter" else join_name(path, "weight")
 
 
 def _element_size(entry: Entry) -> float:
@@ -133,7 +133,7 @@ def _element_size(entry: Entry) -> float:
 def _fill(model: nn.Module, files: FileSet, new: frozenset[str]) -> None:
     assembly = Assembly(model, files, torch.device("meta"), new)
     assembly.read()
-    assembly.carry_out()
+    assembly.apply()
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -142,7 +142,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _computed(model: nn.Module) -> list[str]:
     """The buffers that a model makes for itself, and that no ``state_dict`` has."""
-    return [joined(path, name) for path, module in model.named_modules() for name in module._non_persistent_buffers_set]
+    return [join_name(path, name) for path, module in model.named_modules() for name in module._non_persistent_buffers_set]
 
 
 def _stored_dtype(folder: Path, header: Header) -> torch.dtype | None:
@@ -156,14 +156,14 @@ def _cast(model: nn.Module, wanted: dict[str, torch.dtype]) -> None:
     """Give the outline the dtype that was asked for, where it is not a quantized weight's."""
     for prefix, module in model.named_modules():
         if isinstance(module, QuantizedModule):
-            module.to(wanted[joined(prefix, "weight")])
+            module.to(wanted[join_name(prefix, "weight")])
             continue
         for name, parameter in module._parameters.items():
-            path = joined(prefix, name)
+            path = join_name(prefix, name)
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != wanted[path]:
                 empty = torch.empty_like(parameter, dtype=wanted[path])
                 module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
         for name, buffer in module._buffers.items():
-            path = joined(prefix, name)
+            path = join_name(prefix, name)
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = torch.empty_like(buffer, dtype=wanted[path])

@@ -16,7 +16,7 @@ import torch
 
 from ..checkpoint.tensor_file import Spec
 
-__all__ = ["Report", "report_of", "unheard", "watched"]
+__all__ = ["Report", "report_of", "missing_report_error", "with_load_report"]
 
 Shape = tuple[int, ...]
 _METHOD = "_adjust_missing_and_unexpected_keys"
@@ -46,26 +46,26 @@ class Report:
         return not (self.missing or self.unexpected or self.mismatched or self.unconverted)
 
 
-def watched(kind: Any, hear: Callable[[Any, Report], None], quiet: bool = False) -> Any:
-    """``kind``, a class of transformers', whose objects call ``hear(model, report)`` when they have been loaded.
+def with_load_report(kind: Any, on_report: Callable[[Any, Report], None], quiet: bool = False) -> Any:
+    """``kind``, a class of transformers', whose objects call ``on_report(model, report)`` when they have been loaded.
 
-    What ``hear`` raises comes out of ``from_pretrained``. Behind it the loader logs the report, and raises for shapes that do
-    not fit and pieces that cannot be joined, without naming them; ``quiet``: it does neither.
+    What ``on_report`` raises comes out of ``from_pretrained``. Behind it the loader logs the report, and raises for shapes that
+    do not fit and pieces that cannot be joined, without naming them; ``quiet``: it does neither.
     """
 
-    def told(self: Any, info: Any) -> None:
+    def adjust(self: Any, info: Any) -> None:
         absent = frozenset(info.missing_keys)
         getattr(kind, _METHOD)(self, info)
         report = _read(info, absent)
         try:
-            hear(self, report)
+            on_report(self, report)
         except BaseException:
             _forget(info.mismatched_keys, info.conversion_errors)  # or another error would take the place of this one
             raise
         if quiet:
             _forget(info.mismatched_keys, info.conversion_errors, info.missing_keys, info.unexpected_keys)
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, _METHOD: told})
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, _METHOD: adjust})
 
 
 def report_of(kind: Any, config: Any, specs: Mapping[str, Spec]) -> tuple[Report, Any]:
@@ -73,20 +73,20 @@ def report_of(kind: Any, config: Any, specs: Mapping[str, Spec]) -> tuple[Report
 
     Nothing but names, dtypes and shapes takes part: the tensors that are loaded here are on the meta device.
     """
-    heard: list[Report] = []
-    kind = watched(kind, lambda model, report: heard.append(report), quiet=True)
+    reports: list[Report] = []
+    kind = with_load_report(kind, lambda model, report: reports.append(report), quiet=True)
     tensors = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     with _no_bars():
         model = kind.from_pretrained(
             None, config=copy.deepcopy(config), state_dict=tensors, device_map="meta", dtype=torch.float32
         )
-    if not heard:
-        raise unheard()
-    return heard[0], model
+    if not reports:
+        raise missing_report_error()
+    return reports[0], model
 
 
-def unheard() -> RuntimeError:
-    """The error of a transformers that does not call the method which :func:`watched` listens at."""
+def missing_report_error() -> RuntimeError:
+    """The error of a transformers that does not call the method which :func:`with_load_report` listens at."""
     import transformers
 
     return RuntimeError(f"transformers {transformers.__version__} does not tell which tensors it found: use one from 5.9 to 5.23")

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from ..checkpoint.inventory import joined
+from ..checkpoint.inventory import join_name
 from ..embedding import QEmbedding
 from ..linear import QLinear
 from ..plans import LayerPlan
-from ..replacement import rounded
+from ..replacement import round_weight
 from ..scheme import Scheme
 from ..tensor import QTensor
 
-__all__ = ["Rounding", "adapt_plan", "check_plan", "cut", "is_shared", "quantized_parameters", "read_whole"]
+__all__ = ["Rounding", "adapt_plan", "check_plan", "cut", "is_shared", "quantized_parameters", "read_unsharded"]
 
 
 def is_shared(model: Any) -> bool:
@@ -35,7 +35,7 @@ def quantized_parameters(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(module, name) for module, name, parameter in places if isinstance(parameter, QTensor)]
 
 
-def read_whole(places: Iterable[tuple[nn.Module, str]]) -> list[Any]:
+def read_unsharded(places: Iterable[tuple[nn.Module, str]]) -> list[Any]:
     """Let transformers read what the weights at ``places`` are made of whole; handles, to remove once it is loaded.
 
     What it cuts is what is a DTensor in the ``state_dict`` of the model.
@@ -84,10 +84,10 @@ class Rounding(ConversionOps):
         (found,) = input_dict.values()
         entry, outline = self.entries[full_layer_name], model.get_parameter(full_layer_name)
         dense = found[0] if isinstance(found, list) else found
-        assert entry.target is not None
-        weight = rounded(dense.t() if entry.kind == "conv1d" else dense, entry.target, dtype=outline.dtype).weight
+        assert entry.config is not None
+        weight = round_weight(dense.t() if entry.kind == "conv1d" else dense, entry.config, dtype=outline.dtype).weight
         if hasattr(outline, "_local_tensor"):
-            weight = cut(weight, outline, entry.name, entry.target.activation)
+            weight = cut(weight, outline, entry.name, entry.config.activation)
         return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
 
 
@@ -102,12 +102,12 @@ def adapt_plan(model: Any, plan: dict[str, str]) -> None:
     its columns, which are gathered for it."""
     from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-    whole = {
+    weights_to_gather = {
         replace_layer_number_by_wildcard(name)
         for name, module in model.named_modules()
         if isinstance(module, QLinear) and module.activation is not None and module.input_scale is None
     }
-    for name in whole:
+    for name in weights_to_gather:
         if plan.get(name) in _BY_ROWS:
             _register()
             plan[name] = _BY_ROWS[plan[name]]
@@ -119,8 +119,8 @@ def check_plan(model: Any, plan: dict[str, str], processes: int) -> None:
 
     for prefix, module in model.named_modules():
         for leaf, weight in module._parameters.items():
-            name = prefix if leaf == "weight" else joined(prefix, leaf)
-            style = _get_parameter_plan(joined(prefix, leaf), plan) if isinstance(weight, QTensor) else None
+            name = prefix if leaf == "weight" else join_name(prefix, leaf)
+            style = _get_parameter_plan(join_name(prefix, leaf), plan) if isinstance(weight, QTensor) else None
             dim = None if style is None else _shared_dim(module, weight, style)
             if style is None or weight is None or dim is None:
                 continue
@@ -132,7 +132,8 @@ def check_plan(model: Any, plan: dict[str, str], processes: int) -> None:
                 torch.chunk(weight, pieces, dim)
             except ValueError as error:
                 raise ValueError(
-                    f"{name}, {weight.spelling}, cannot be shared by {processes} processes as tp_plan has it ({style}): {error}; "
+                    f"{name}, {weight.scheme_str}, cannot be shared by {processes} processes as tp_plan has it ({style}): "
+                    f"{error}; "
                     "use another number of processes, or leave this layer as it is (None in the recipe)"
                 ) from error
 

@@ -17,13 +17,13 @@ from transformers.quantizers.base import HfQuantizer
 
 from ..placement.disk import wrap_offload_weight
 from ..version import __version__
-from .config import METHOD, Config, LowbitFolder
+from .config import METHOD, Config, QuantizedFolderConfig
 
 if TYPE_CHECKING:
     from ..checkpoint.header import Header
     from ..plans import Plan
     from .folder import Folder
-    from .stream import Stream
+    from .quantize_on_load import QuantizeOnLoad
 
 __all__ = ["OLDEST", "LowbitQuantizer", "attach", "register"]
 
@@ -47,7 +47,7 @@ class LowbitQuantizer(HfQuantizer):
     def __init__(self, quantization_config: Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.plan: Plan | None = None
-        self._loading: Folder | Stream | None = None
+        self._loading: Folder | QuantizeOnLoad | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         import transformers
@@ -69,14 +69,14 @@ class LowbitQuantizer(HfQuantizer):
     ) -> None:
         from ..tensor import QTensor
         from .folder import Folder
-        from .stream import Stream
+        from .quantize_on_load import QuantizeOnLoad
 
         QTensor._is_hf_initialized = True  # type: ignore[attr-defined] # models fill with random numbers what is not marked so
         with torch.device("cpu"):  # all that is made here without a device would be made on the meta device
             if self.pre_quantized:
                 self._loading = Folder(model, checkpoint_files)
             else:
-                self._loading = Stream(model, self.quantization_config.recipe, device_map, checkpoint_files)
+                self._loading = QuantizeOnLoad(model, self.quantization_config.recipe, device_map, checkpoint_files)
                 self.plan = self._loading.plan
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
@@ -87,9 +87,9 @@ class LowbitQuantizer(HfQuantizer):
         return [] if self._loading is None else self._loading.conversions()
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """No plan of transformers for dtypes reaches the parts of a quantized weight; see :meth:`Folder.keeps`."""
+        """No plan of transformers for dtypes reaches the parts of a quantized weight; see :meth:`Folder.keeps_dtype`."""
         found: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
-        return None if self._loading is not None and self._loading.keeps(converter) else found
+        return None if self._loading is not None and self._loading.keeps_dtype(converter) else found
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
         """Adapt ``plan`` to the quantized layers, and refuse by name what cannot be shared. ``model`` is an outline."""
@@ -100,11 +100,11 @@ class LowbitQuantizer(HfQuantizer):
             check_plan(model, plan, model.config.distributed_config.tp_size)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        return self._loading is not None and self._loading.rounds(param_name)
+        return self._loading is not None and self._loading.is_quantized_here(param_name)
 
     def get_quantize_ops(self) -> Any:
         assert self._loading is not None
-        return self._loading.rounding
+        return self._loading.conversion
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes of an element, as it will be when it is quantized: what a device map is made from."""
@@ -129,14 +129,14 @@ class LowbitQuantizer(HfQuantizer):
         from ..checkpoint.inventory import Inventory
 
         found = Inventory(model)
-        model.config.quantization_config = _told(model, found.header)  # config.json is written next
+        model.config.quantization_config = _quantization_config(model, found.header)  # config.json is written next
         return {stored.name: stored.value().detach().cpu() for stored in found.tensors}, found.header.metadata()
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """``model.dequantize()``: a float model with the numbers that the codes stand for, in ``dtype`` or each weight's."""
-        from ..floats import dequantized_
+        from ..dequantize import dequantize_
 
-        dequantized_(model, dtype)
+        dequantize_(model, dtype)
         self.remove_quantization_config(model)
         return model
 
@@ -173,20 +173,20 @@ def _override_methods() -> None:
         )
 
 
-def attach(model: Any, plan: Plan | None = None, told: Mapping[str, Any] | None = None) -> None:
+def attach(model: Any, plan: Plan | None = None, quantization_config: Mapping[str, Any] | None = None) -> None:
     """Let ``model.save_pretrained`` write ``model``, one of transformers' that was quantized outside from_pretrained, by
-    ``plan``, or that comes from a folder whose config.json has ``told`` of it."""
+    ``plan``, or that comes from a folder whose config.json has ``quantization_config`` of it."""
     from .experts import multiply_by_experts
     from .ties import keep_ties
 
     multiply_by_experts(model)
     if plan is not None:
-        config = LowbitFolder.told(plan.recipe, _made(model, plan))
+        config = QuantizedFolderConfig.describe(plan.recipe, _facts(model, plan))
     else:
         try:
-            config = LowbitFolder.from_dict(told or {})
+            config = QuantizedFolderConfig.from_dict(quantization_config or {})
         except (TypeError, ValueError):  # a recipe that this version does not know, in words for people
-            config = LowbitFolder()
+            config = QuantizedFolderConfig()
     model.hf_quantizer = LowbitQuantizer(config)
     model.hf_quantizer.plan = plan
     model.is_quantized, model.quantization_method = True, METHOD
@@ -194,31 +194,33 @@ def attach(model: Any, plan: Plan | None = None, told: Mapping[str, Any] | None 
     keep_ties(model)
 
 
-def told_of(model: Any, header: Header, plan: Plan | None = None) -> dict[str, Any]:
+def quantization_config_of(model: Any, header: Header, plan: Plan | None = None) -> dict[str, Any]:
     """What config.json says under ``quantization_config`` of ``model``, which has the tensors of ``header``: how it was
     quantized, as the model itself knows or by ``plan``."""
-    found: dict[str, Any] = _told(model, header, plan).to_dict()
+    found: dict[str, Any] = _quantization_config(model, header, plan).to_dict()
     return found
 
 
-def _told(model: Any, header: Header, plan: Plan | None = None) -> LowbitFolder:
+def _quantization_config(model: Any, header: Header, plan: Plan | None = None) -> QuantizedFolderConfig:
     quantizer = getattr(model, "hf_quantizer", None)
-    known: Config = LowbitFolder()
+    recorded_config: Config = QuantizedFolderConfig()
     if plan is not None:
-        known = LowbitFolder.told(plan.recipe, _made(model, plan))
+        recorded_config = QuantizedFolderConfig.describe(plan.recipe, _facts(model, plan))
     elif isinstance(quantizer, LowbitQuantizer):
-        known = quantizer.quantization_config
-        if not isinstance(known, LowbitFolder):  # that of a user
-            known = LowbitFolder.told(known.recipe, _made(model, quantizer.plan))
-    assert isinstance(known, LowbitFolder)
+        recorded_config = quantizer.quantization_config
+        if not isinstance(recorded_config, QuantizedFolderConfig):  # that of a user
+            recorded_config = QuantizedFolderConfig.describe(recorded_config.recipe, _facts(model, quantizer.plan))
+    assert isinstance(recorded_config, QuantizedFolderConfig)
     bits = header.bits_per_weight
-    return LowbitFolder.told(known.recipe, {**known.made, **({} if bits is None else {"bits_per_weight": round(bits, 4)})})
+    return QuantizedFolderConfig.describe(
+        recorded_config.recipe, {**recorded_config.facts, **({} if bits is None else {"bits_per_weight": round(bits, 4)})}
+    )
 
 
-def _made(model: Any, plan: Plan | None) -> dict[str, Any]:
+def _facts(model: Any, plan: Plan | None) -> dict[str, Any]:
     """What is known of ``model`` when it is quantized, beside the recipe."""
     older = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-    known = older.made if isinstance(older, LowbitFolder) else {}
+    recorded_config = older.facts if isinstance(older, QuantizedFolderConfig) else {}
     name = str(getattr(model, "name_or_path", "") or "")
     if Path(name).exists() or name.count("/") > 1:  # where it is on this machine is no name
         name = Path(name).absolute().name
@@ -226,14 +228,14 @@ def _made(model: Any, plan: Plan | None) -> dict[str, Any]:
     return {
         **({"calibration": dict(data)} if data else {}),
         "lowbit_version": __version__,
-        **({"base_model": known.get("base_model", name)} if known.get("base_model", name) else {}),
+        **({"base_model": recorded_config.get("base_model", name)} if recorded_config.get("base_model", name) else {}),
     }
 
 
 def register(module: ModuleType) -> None:
     """Enter lowbit in transformers' tables; ``module`` is ``transformers.quantizers.auto``."""
     if METHOD not in module.AUTO_QUANTIZER_MAPPING:
-        module.register_quantization_config(METHOD)(LowbitFolder)
+        module.register_quantization_config(METHOD)(QuantizedFolderConfig)
         module.register_quantizer(METHOD)(LowbitQuantizer)
 
 

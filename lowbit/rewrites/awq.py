@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..grid import grouped
-from .search import Choice, Pool, Reader, chosen, levelled, losses_of
+from .search import Choice, Pool, Reader, centred_scale, choose_divisor, losses_of
 
 __all__ = ["awq", "check"]
 
@@ -33,19 +33,19 @@ def awq(pool: Pool, *, grid: int = 20, ranges: str = "range", weights: bool = Fa
     share = pool.mean(_shares) if weights else None
     for step in range(1, grid + 1):
         alpha = step / grid
-        divisors.append(levelled(size**alpha))
+        divisors.append(centred_scale(size**alpha))
         labels.append(f"alpha {alpha:.3g}")
         if share is not None:
             by_weight = torch.where(share > 0, share, torch.inf) ** (1 - alpha)
-            divisors.append(levelled(size**alpha / by_weight))
+            divisors.append(centred_scale(size**alpha / by_weight))
             labels.append(f"alpha {alpha:.3g} over weights")
-    return chosen(divisors, labels, losses_of(pool, divisors, ranges))
+    return choose_divisor(divisors, labels, losses_of(pool, divisors, ranges))
 
 
 def _shares(reader: Reader) -> Tensor:
     """Of each channel of the input, the mean over rows of its weights' share of the largest in their group, [K]."""
     k = reader.weight.shape[1]
-    size = grouped(reader.weight.abs(), reader.target.weight.group(k))
+    size = grouped(reader.weight.abs(), reader.config.weight.group(k))
     top = size.amax(-1, keepdim=True)
     return (size / torch.where(top > 0, top, 1.0)).flatten(1)[:, :k].mean(0)
 

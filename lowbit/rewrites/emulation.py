@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ..calibration.blocks import call
 from ..calibration.data import Batch
-from ..calibration.nesting import leaves, rebuilt
+from ..calibration.pytree import tree_leaves, tree_map
 from ..layers import layer_kind
 from .hadamard import Rotation
-from .stream import Stream
+from .residual_stream import ResidualStream
 
 __all__ = ["SAME", "check_outputs", "distance", "outputs", "rotated_difference"]
 
@@ -25,21 +25,21 @@ SAME = 1e-5
 """The largest difference of an output, relative to its largest number, that counts as rounding in float32."""
 
 
-def rotated_difference(model: nn.Module, batch: Batch, device: Any, stream: Stream, turn: Rotation) -> float:
+def rotated_difference(model: nn.Module, batch: Batch, device: Any, stream: ResidualStream, rotation: Rotation) -> float:
     """What rotated activations change in what ``model`` gives; see :func:`distance`."""
     reference = outputs(call(model, batch, device))
-    with _rotated(model, stream, turn):
+    with _rotated(model, stream, rotation):
         return distance(reference, outputs(call(model, batch, device)))
 
 
-def check_outputs(model: nn.Module, batch: Batch, device: Any, stream: Stream, turn: Rotation) -> None:
+def check_outputs(model: nn.Module, batch: Batch, device: Any, stream: ResidualStream, rotation: Rotation) -> None:
     """Raise ``ValueError`` that names the first layer to differ where rotated activations change what the model gives."""
-    found = rotated_difference(model, batch, device, stream, turn)
+    found = rotated_difference(model, batch, device, stream, rotation)
     if found <= SAME:
         return
-    before, after = _heard(model, batch, device), {}
-    with _rotated(model, stream, turn):
-        after = _heard(model, batch, device)
+    before, after = _layer_outputs(model, batch, device), {}
+    with _rotated(model, stream, rotation):
+        after = _layer_outputs(model, batch, device)
     places = [name for name in before if name not in stream.writers and name in after]
     first = next((name for name in places if not distance(before[name], after[name]) <= SAME), None)
     where = "in none of its layers" if first is None else f"first in {first}"
@@ -50,41 +50,41 @@ def check_outputs(model: nn.Module, batch: Batch, device: Any, stream: Stream, t
 
 
 @contextlib.contextmanager
-def _rotated(model: nn.Module, stream: Stream, turn: Rotation) -> Iterator[None]:
+def _rotated(model: nn.Module, stream: ResidualStream, rotation: Rotation) -> Iterator[None]:
     """Within the block the stream is rotated, by hooks on what reads and writes it."""
     centres = stream.centres
 
-    def reading(name: str) -> Any:
+    def input_hook(name: str) -> Any:
         norm = stream.norms.get(stream.readers[name])
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             first = iter([True])
 
-            def turned(leaf: Any) -> Any:
+            def rotated(leaf: Any) -> Any:
                 if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not next(first, False):
                     return leaf
-                x = turn.invert(leaf.double())
+                x = rotation.invert(leaf.double())
                 return (x if norm is None else x * norm.gain.to(x) + norm.bias.to(x)).to(leaf.dtype)
 
-            return rebuilt((args, kwargs), turned)
+            return tree_map((args, kwargs), rotated)
 
         return hook
 
-    def writing(name: str) -> Any:
+    def output_hook(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             places = iter(range(1 << 30))
 
-            def turned(leaf: Any) -> Any:
+            def rotated(leaf: Any) -> Any:
                 if next(places) not in stream.writers[name]:
                     return leaf
                 x = leaf.double()
-                return turn.apply(x - x.mean(-1, keepdim=True) if centres else x).to(leaf.dtype)
+                return rotation.apply(x - x.mean(-1, keepdim=True) if centres else x).to(leaf.dtype)
 
-            return rebuilt(output, turned)
+            return tree_map(output, rotated)
 
         return hook
 
-    def norming(name: str) -> Any:
+    def norm_hook(name: str) -> Any:
         norm = stream.norms[name]
         inside = [False]
 
@@ -102,24 +102,24 @@ def _rotated(model: nn.Module, stream: Stream, turn: Rotation) -> Iterator[None]
     with contextlib.ExitStack() as hooks:
         for name in stream.readers:
             module = model.get_submodule(name)
-            hooks.callback(module.register_forward_pre_hook(reading(name), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_pre_hook(input_hook(name), with_kwargs=True).remove)
         for name in stream.writers:
-            hooks.callback(model.get_submodule(name).register_forward_hook(writing(name)).remove)
+            hooks.callback(model.get_submodule(name).register_forward_hook(output_hook(name)).remove)
         for name in stream.norms:
-            hooks.callback(model.get_submodule(name).register_forward_hook(norming(name)).remove)
+            hooks.callback(model.get_submodule(name).register_forward_hook(norm_hook(name)).remove)
         yield
 
 
 def outputs(output: Any) -> list[Tensor]:
     """The float tensors of what a model gives, in float64 on the CPU."""
-    return [leaf.double().cpu() for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf.double().cpu() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _heard(model: nn.Module, batch: Batch, device: Any) -> dict[str, list[Tensor]]:
+def _layer_outputs(model: nn.Module, batch: Batch, device: Any) -> dict[str, list[Tensor]]:
     """What each layer gives, in the order in which they are first called."""
     found: dict[str, list[Tensor]] = {}
 
-    def listening(name: str) -> Any:
+    def record_hook(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             found.setdefault(name, []).extend(outputs(output))
 
@@ -128,7 +128,7 @@ def _heard(model: nn.Module, batch: Batch, device: Any) -> dict[str, list[Tensor
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             if layer_kind(module) is not None:
-                hooks.callback(module.register_forward_hook(listening(name)).remove)
+                hooks.callback(module.register_forward_hook(record_hook(name)).remove)
         call(model, batch, device)
     return found
 

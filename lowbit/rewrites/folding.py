@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.skeleton import is_pretrained
-from ..extras import hand_over
-from ..inserted import PreparedLinear, RMSNorm
+from ..checkpoint.hf_config import is_pretrained
 from ..layers import layer_kind, replace_module, replacement_loses
+from ..module_attributes import transfer_attributes
+from ..transforms import RMSNorm, TransformedLinear
+from .fold_rules import FoldRule, FoldRules
 from .hadamard import Rotation
-from .stream import Stream
-from .turns import Turn, Turns
+from .residual_stream import ResidualStream
 
 __all__ = ["Folding"]
 
@@ -23,30 +23,30 @@ _Place = tuple[str, str]  # a module and the name of its parameter
 
 class Folding:
     """The changes that make ``model`` one with a rotated ``stream``. Making it checks everything and changes nothing;
-    :meth:`carry_out` does it. Raises ``ValueError`` that names a module for what cannot be folded."""
+    :meth:`apply` does it. Raises ``ValueError`` that names a module for what cannot be folded."""
 
-    def __init__(self, model: nn.Module, stream: Stream, rotation: Rotation, online: bool) -> None:
+    def __init__(self, model: nn.Module, stream: ResidualStream, rotation: Rotation, online: bool) -> None:
         self._model, self._stream, self._rotation = model, stream, rotation
         self._names = {module: name for name, module in model.named_modules()}
         self._biases = self._added_biases()
         self._online = {name: Rotation.of(self._columns(name), None) for name in stream.rowwise} if online else {}
         if online and not self._online:
             raise ValueError("online rotation is for down projections, and this model has none that is a layer of its own")
-        self._turns: dict[_Place, list[Turn]] = {}
-        finder = Turns(stream, rotation)
+        self._rules: dict[_Place, list[FoldRule]] = {}
+        finder = FoldRules(stream, rotation)
         for name in sorted(stream.readers.keys() | stream.writers.keys()):
             module = model.get_submodule(name)
-            for leaf, todo in finder.of(name, module).items():
-                self._turns[name, leaf] = todo
+            for leaf, rules_of_parameter in finder.of(name, module).items():
+                self._rules[name, leaf] = rules_of_parameter
             if name in self._biases and name in stream.writers and module._parameters.get("bias") is None:
-                self._turns[name, "bias"] = [Turn(0, rotation, stream.centres)]
+                self._rules[name, "bias"] = [FoldRule(0, rotation, stream.centres)]
             if name in self._online:
                 inputs = 0 if layer_kind(module) == "conv1d" else 1
-                self._turns[name, "weight"].append(Turn(inputs, self._online[name], False))
-        self._turns = {place: todo for place, todo in self._turns.items() if todo}
+                self._rules[name, "weight"].append(FoldRule(inputs, self._online[name], False))
+        self._rules = {place: rules_of_parameter for place, rules_of_parameter in self._rules.items() if rules_of_parameter}
         self._check_parameters()
         self._check_replaced()
-        self._groups = self._grouped()
+        self._groups = self._group_places()
 
     def _columns(self, name: str) -> int:
         module = self._model.get_submodule(name)
@@ -69,7 +69,7 @@ class Folding:
     # ---- parameters that several modules read --------------------------------------------------------------------
 
     def _check_parameters(self) -> None:
-        for (name, leaf), _ in self._turns.items():
+        for (name, leaf), _ in self._rules.items():
             module = self._model.get_submodule(name)
             parameter = module._parameters.get(leaf)
             if leaf == "bias" and parameter is None:
@@ -83,47 +83,47 @@ class Folding:
         """Modules that others take the place of must carry nothing that would be lost."""
         norms = [name for name, norm in self._stream.norms.items() if norm.centres]
         for name in (*norms, *self._online, *(name for name in self._biases if not self._has_bias(name))):
-            why = replacement_loses(self._model.get_submodule(name))
-            if why is not None:
-                raise ValueError(f"rotation puts another module in the place of {name}, and cannot: {why}")
+            loss = replacement_loses(self._model.get_submodule(name))
+            if loss is not None:
+                raise ValueError(f"rotation puts another module in the place of {name}, and cannot: {loss}")
 
     def _has_bias(self, name: str) -> bool:
         return self._model.get_submodule(name)._parameters.get("bias") is not None
 
-    def _grouped(self) -> list[list[_Place]]:
+    def _group_places(self) -> list[list[_Place]]:
         """The places that share a parameter and are turned alike, by parameter; those turned otherwise than the first apart."""
-        homes: dict[int, list[_Place]] = {}
+        places_of: dict[int, list[_Place]] = {}
         for module, name in self._names.items():
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
-                    homes.setdefault(id(parameter), []).append((name, leaf))
+                    places_of.setdefault(id(parameter), []).append((name, leaf))
         groups: list[list[_Place]] = []
-        for places in homes.values():
-            turned = [place for place in places if place in self._turns]
-            if not turned:
+        for places in places_of.values():
+            ruled = [place for place in places if place in self._rules]
+            if not ruled:
                 continue
-            if len(turned) < len(places):
-                other = next(place for place in places if place not in self._turns)
-                raise ValueError(f"{'.'.join(other)} is {'.'.join(turned[0])}, and was not found to read or write the stream")
-            apart: list[list[_Place]] = []
+            if len(ruled) < len(places):
+                other = next(place for place in places if place not in self._rules)
+                raise ValueError(f"{'.'.join(other)} is {'.'.join(ruled[0])}, and was not found to read or write the stream")
+            by_rule: list[list[_Place]] = []
             # An embedding keeps the parameter, and a head gets a new one.
-            for place in sorted(turned, key=lambda place: place[0] in self._stream.readers):
-                alike = next((group for group in apart if self._alike(group[0], place)), None)
-                apart.append([place]) if alike is None else alike.append(place)
-            groups += apart
+            for place in sorted(ruled, key=lambda place: place[0] in self._stream.readers):
+                same_rule = next((group for group in by_rule if self._same_rules(group[0], place)), None)
+                by_rule.append([place]) if same_rule is None else same_rule.append(place)
+            groups += by_rule
         return groups
 
-    def _alike(self, a: _Place, b: _Place) -> bool:
-        one, other = self._turns[a], self._turns[b]
+    def _same_rules(self, a: _Place, b: _Place) -> bool:
+        one, other = self._rules[a], self._rules[b]
         return len(one) == len(other) and all(x.same(y) for x, y in zip(one, other, strict=True))
 
     # ---- doing it ------------------------------------------------------------------------------------------------
 
-    def carry_out(self) -> list[str]:
+    def apply(self) -> list[str]:
         """Change the model; what there is to know of it beside that it is rotated."""
         notes = [*self._untie(), *self._add_biases()]
         shared = {place for group in self._groups for place in group[1:]}
-        for name, leaf in dict.fromkeys([*self._turns, *((name, "bias") for name in self._biases)]):
+        for name, leaf in dict.fromkeys([*self._rules, *((name, "bias") for name in self._biases)]):
             if (name, leaf) not in shared:
                 self._fold(self._model.get_submodule(name).get_parameter(leaf), name, leaf)
         notes += [*self._strip_norms(), *self._prepare()]
@@ -134,20 +134,20 @@ class Folding:
         return notes
 
     def _fold(self, parameter: nn.Parameter, name: str, leaf: str) -> None:
-        turns, added = self._turns.get((name, leaf), []), self._biases.get(name) if leaf == "bias" else None
-        if len(turns) == 1 and added is None:
-            turns[0].carry_out(parameter.data)
+        rules, added = self._rules.get((name, leaf), []), self._biases.get(name) if leaf == "bias" else None
+        if len(rules) == 1 and added is None:
+            rules[0].apply(parameter.data)
             return
         wide = parameter.data.double()  # rounded to its dtype once, whatever is done to it
         if added is not None:
             wide += added.to(wide.device)
-        for turn in turns:
-            turn.carry_out(wide)
+        for rule in rules:
+            rule.apply(wide)
         parameter.data.copy_(wide)
 
     def _untie(self) -> Iterator[str]:
         owner: dict[int, _Place] = {}
-        parted: list[str] = []
+        separated: list[str] = []
         for group in self._groups:
             (name, leaf), *_ = group
             parameter = self._model.get_submodule(name).get_parameter(leaf)
@@ -157,12 +157,12 @@ class Folding:
             made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             for other, place in group:
                 self._model.get_submodule(other)._parameters[place] = made
-                parted.append(f"{other}.{place}")
+                separated.append(f"{other}.{place}")
             norm = self._stream.readers.get(name)
-            why = f", since {norm} has a gain of its own" if norm else ""
-            yield f"{name}.{leaf} is no longer that of {first[0]}{why}: {made.nbytes:,} bytes more"
-        if parted and is_pretrained(self._model):
-            _forget_ties(self._model, parted)
+            loss = f", since {norm} has a gain of its own" if norm else ""
+            yield f"{name}.{leaf} is no longer that of {first[0]}{loss}: {made.nbytes:,} bytes more"
+        if separated and is_pretrained(self._model):
+            _forget_ties(self._model, separated)
 
     def _add_biases(self) -> Iterator[str]:
         for name in self._biases:
@@ -170,7 +170,7 @@ class Folding:
             if self._has_bias(name):
                 continue
             bias = nn.Parameter(module.weight.new_zeros(len(self._biases[name])), module.weight.requires_grad)
-            self._replace(module, PreparedLinear(module.weight, bias))
+            self._replace(module, TransformedLinear(module.weight, bias))
             yield f"{name} has a bias now, that of {self._stream.readers[name]}"
 
     def _strip_norms(self) -> Iterator[str]:
@@ -194,13 +194,13 @@ class Folding:
             else:
                 weight = module.weight
             transform = rotation.module().to(weight.device)
-            self._replace(module, PreparedLinear(weight, module._parameters.get("bias"), transform))
+            self._replace(module, TransformedLinear(weight, module._parameters.get("bias"), transform))
         for orders in sorted({str(rotation) for rotation in self._online.values()}):
             count = sum(str(rotation) == orders for rotation in self._online.values())
             yield f"{count} down projections turn what they read, as it comes, by {orders}"
 
     def _replace(self, old: nn.Module, new: nn.Module) -> None:
-        hand_over(old, new)
+        transfer_attributes(old, new)
         names = (name for name, found in self._model.named_modules(remove_duplicate=False) if found is old)
         replace_module(self._model, tuple(names), new)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..inserted import Hadamard, kronecker
+from ..transforms import Hadamard, kronecker
 
 __all__ = ["Rotation", "hadamard"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..ambient import isolated
 from ..options import keyword_options
+from ..torch_state import isolated
 
 __all__ = ["KINDS", "Method"]
 
@@ -19,7 +19,7 @@ class Method:
     """A way to turn a float model into a float model that gives the same and is easier to quantize.
 
     Attributes:
-        run: it runs :func:`~lowbit.ambient.isolated`, whatever the caller has set for torch. Of the kind ``"model"``,
+        run: it runs :func:`~lowbit.torch_state.isolated`, whatever the caller has set for torch. Of the kind ``"model"``,
             ``run(model, batches, **options)`` changes ``model`` in place, before its layers are planned and calibrated, and
             gives notes for the plan in plain sentences. ``batches`` are those of the calibration
             (:class:`~lowbit.calibration.data.Batch`), none where there is no data. Of the kind ``"block"``,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..inserted import RMSNorm
+from ..transforms import RMSNorm
 
-__all__ = ["Norm", "measured"]
+__all__ = ["Norm", "measure_norm"]
 
 _CLOSE = 1e-4  # of numbers about 1 that were computed in float32, by modules some of which round to it inside
 
@@ -26,7 +26,7 @@ class Norm:
         centres: whether c is x minus its mean (a LayerNorm), or x itself.
         gain, bias: float64 [d]. The gain is ``offset`` plus the module's parameter ``weight`` where it has one.
         weight, shift: the names of its parameters that multiply and add, if it has them.
-        eps: of a norm that centres, which an :class:`~lowbit.inserted.RMSNorm` takes over.
+        eps: of a norm that centres, which an :class:`~lowbit.transforms.RMSNorm` takes over.
     """
 
     module: nn.Module
@@ -60,28 +60,28 @@ class Norm:
         return {name: torch.full_like(self.module.get_parameter(name), v) for name, v in values.items() if name is not None}
 
 
-def measured(module: nn.Module, size: int) -> Norm | None:
+def measure_norm(module: nn.Module, size: int) -> Norm | None:
     """What ``module`` computes on rows of ``size`` numbers, if it is a norm of them; None for anything else.
 
     It is called on random rows with its parameters set to 0 and to 1; hooks on it run.
     """
-    own = dict(module.named_parameters())
-    if size < 2 or len(own) > 2 or any(tuple(parameter.shape) != (size,) for parameter in own.values()):
+    parameters = dict(module.named_parameters())
+    if size < 2 or len(parameters) > 2 or any(tuple(parameter.shape) != (size,) for parameter in parameters.values()):
         return None
-    like = next(iter(own.values()), torch.empty(0))
+    like = next(iter(parameters.values()), torch.empty(0))
     draw = torch.Generator().manual_seed(0)
     x = (torch.randn(4, size, generator=draw, dtype=torch.float64) + 0.5).to(like.dtype)
-    base = _rows(module, x, dict.fromkeys(own, 0.0))
+    base = _rows(module, x, dict.fromkeys(parameters, 0.0))
     if base is None:
         return None
-    ones = {name: _rows(module, x, {**dict.fromkeys(own, 0.0), name: 1.0}) for name in own}
+    ones = {name: _rows(module, x, {**dict.fromkeys(parameters, 0.0), name: 1.0}) for name in parameters}
     shift = next((name for name, y in ones.items() if y is not None and _close(y, base + 1)), None)
-    weight = next((name for name in own if name != shift), None)
+    weight = next((name for name in parameters if name != shift), None)
 
     def unit(x: Tensor) -> Tensor:
         """n(x), as the difference that the weight makes."""
-        base = _rows(module, x, dict.fromkeys(own, 0.0))
-        full = base if weight is None else _rows(module, x, {**dict.fromkeys(own, 0.0), weight: 1.0})
+        base = _rows(module, x, dict.fromkeys(parameters, 0.0))
+        full = base if weight is None else _rows(module, x, {**dict.fromkeys(parameters, 0.0), weight: 1.0})
         assert base is not None
         assert full is not None
         return base if weight is None else full - base
@@ -89,7 +89,7 @@ def measured(module: nn.Module, size: int) -> Norm | None:
     n = unit(x)
     offset = float((base * n).sum() / n.square().sum().clamp(min=1e-30))
     offset = float(round(offset)) if abs(offset - round(offset)) < _CLOSE else offset
-    if len(own) - (shift is not None) > 1 or not _close(base, offset * n) or not _close(unit(1000 * x), n, 100):
+    if len(parameters) - (shift is not None) > 1 or not _close(base, offset * n) or not _close(unit(1000 * x), n, 100):
         return None  # what a norm gives does not grow with x
     centred = x - x.mean(-1, keepdim=True)
     centres = not _along(n, x.double())
@@ -100,8 +100,8 @@ def measured(module: nn.Module, size: int) -> Norm | None:
     ):
         return None
     gain = torch.full((size,), offset, dtype=torch.float64)
-    gain = gain if weight is None else gain + own[weight].detach().cpu().double()
-    bias = torch.zeros(size, dtype=torch.float64) if shift is None else own[shift].detach().cpu().double()
+    gain = gain if weight is None else gain + parameters[weight].detach().cpu().double()
+    bias = torch.zeros(size, dtype=torch.float64) if shift is None else parameters[shift].detach().cpu().double()
     return Norm(module, centres, gain, bias, offset, weight, shift, eps)
 
 

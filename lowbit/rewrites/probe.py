@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibration.nesting import leaves
+from ..calibration.pytree import tree_leaves
 from ..layers import layer_kind
-from .absorption import channels, way_of
-from .reading import SUBNORMAL, Read, apart, nearly, some
+from .absorption import absorb_rule_of, channels
+from .input_record import SUBNORMAL, InputRecord, is_close, max_difference, sample_rows
 
 __all__ = ["Probe", "Run", "Source", "pattern"]
 
@@ -38,7 +38,7 @@ class Source:
     """
 
     name: str
-    way: str
+    absorb_rule: str
     channels: int
     readers: dict[str, Tensor]
 
@@ -61,13 +61,13 @@ def _numbers(name: str) -> list[str]:
 
 
 @dataclass
-class _Heard:
+class _ProbeRun:
     """What one run showed: the exponents of each layer's channels, and what it gave."""
 
     output: list[Any] = field(default_factory=list)
     exponents: dict[str, Tensor] = field(default_factory=dict)
-    odd: set[str] = field(default_factory=set)
-    silent: bool = False
+    inconsistent: set[str] = field(default_factory=set)
+    has_silent_channel: bool = False
 
 
 class Probe:
@@ -76,25 +76,25 @@ class Probe:
     def __init__(self, members: dict[str, nn.Module], linears: dict[str, nn.Module], usable: set[str], run: Run) -> None:
         self._members, self._linears, self._usable, self._run = members, linears, usable, run
         self._stand_ins: dict[str, list[Tensor]] = {}
-        self._reads: dict[str, list[Read]] = {}
-        self._ways: dict[str, str | None] = {}
+        self._input_records: dict[str, list[InputRecord]] = {}
+        self._absorb_rules: dict[str, str | None] = {}
         self._offsets, total = {}, 0
         for name, module in members.items():
             self._offsets[name] = total
             total += channels(module)
         self._total = total
         self._output: list[Any] = []
-        self._bent: set[str] = set()  # layers that read something else than multiples, in the last run that failed
-        self.silent = False  # whether some channel told nothing
+        self._bending: set[str] = set()  # layers that read something else than multiples, in the last run that failed
+        self.has_silent_channel = False  # whether some channel told nothing
 
     def prepared(self) -> bool:
         """Run once without factors. False where the parameters of a member cannot take them."""
-        self._output = self._ran(None).output
-        return all(self._ways.get(name) is not None for name in self._members)
+        self._output = self._run_with(None).output
+        return all(self._absorb_rules.get(name) is not None for name in self._members)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Parts of a module's channels, where a layer that it bends reads fewer than it has: queries, keys and values, say."""
-        sizes = {_inputs(self._linears[name]) for name in self._bent if name in self._usable}
+        sizes = {_inputs(self._linears[name]) for name in self._bending if name in self._usable}
         steps = {math.gcd(self._total, k) for k in sizes if k < self._total}
         steps |= {step // 2 for step in steps if step % 2 == 0}
         for step in sorted(steps, reverse=True):
@@ -109,57 +109,57 @@ class Probe:
         index = torch.zeros(self._total, dtype=torch.long)
         index[start:stop] = torch.arange(start, stop) + 1
         codes: dict[str, Tensor] = {}
-        odd: set[str] = set()
+        inconsistent: set[str] = set()
         for digit in range(math.ceil(math.log(self._total + 1, base) - 1e-9)):
             exponents = index // base**digit % base
             if not bool(exponents.any()):
                 continue
-            heard = self._ran(exponents)
-            self.silent = self.silent or heard.silent
-            if not self._is_output(heard.output):
-                self._bent = heard.odd
+            result = self._run_with(exponents)
+            self.has_silent_channel = self.has_silent_channel or result.has_silent_channel
+            if not self._is_output(result.output):
+                self._bending = result.inconsistent
                 return None
-            odd |= heard.odd
-            for name, exponents in heard.exponents.items():
+            inconsistent |= result.inconsistent
+            for name, exponents in result.exponents.items():
                 codes[name] = codes.get(name, 0) + exponents * base**digit
         if any(bool((code < 0).any() or (code > self._total).any()) for code in codes.values()):
             return None
         reached = {name: code - 1 for name, code in codes.items() if bool(code.any())}
         if not self._complete(reached):
-            self.silent = True
+            self.has_silent_channel = True
             return None
-        if odd & reached.keys():
+        if inconsistent & reached.keys():
             return None
         return [source for name in self._members if (source := self._source(name, reached)) is not None]
 
     def confirms(self, sources: Sequence[Source]) -> bool:
         """Whether ``sources``, of which each is a member, are read by their readers and by nothing else."""
-        if not self.prepared() or any(self._ways[source.name] != source.way for source in sources):
+        if not self.prepared() or any(self._absorb_rules[source.name] != source.absorb_rule for source in sources):
             return False
         draw = torch.Generator().manual_seed(self._total)
         exponents = torch.randint(4, (self._total,), generator=draw)
         undone: dict[str, Tensor] = {}
         for source in sources:
-            mine = exponents[self._offsets[source.name] :][: source.channels]
-            mine *= source.reached
+            source_channels = exponents[self._offsets[source.name] :][: source.channels]
+            source_channels *= source.reached
             for name, channel in source.readers.items():
-                undone[name] = undone.get(name, 0) + torch.where(channel >= 0, mine[channel.clamp(min=0)], 0)
-        return self._is_output(self._ran(exponents, undone).output)
+                undone[name] = undone.get(name, 0) + torch.where(channel >= 0, source_channels[channel.clamp(min=0)], 0)
+        return self._is_output(self._run_with(exponents, undone).output)
 
     def _source(self, name: str, reached: dict[str, Tensor]) -> Source | None:
         first, count = self._offsets[name], channels(self._members[name])
         readers = {}
         for reader, channel in reached.items():
-            mine = (channel >= first) & (channel < first + count)
-            if bool(mine.any()):
-                readers[reader] = torch.where(mine, channel - first, -1)
-        way = self._ways[name]
-        return Source(name, way, count, readers) if readers and way is not None else None
+            source_channels = (channel >= first) & (channel < first + count)
+            if bool(source_channels.any()):
+                readers[reader] = torch.where(source_channels, channel - first, -1)
+        absorb_rule = self._absorb_rules[name]
+        return Source(name, absorb_rule, count, readers) if readers and absorb_rule is not None else None
 
     def _complete(self, reached: dict[str, Tensor]) -> bool:
         """Enter layers that were not called as what those are that they are like. False where there are none."""
-        for name in [name for name in self._linears if name not in self._reads]:
-            same = [other for other in self._reads if pattern(other) == pattern(name)]
+        for name in [name for name in self._linears if name not in self._input_records]:
+            same = [other for other in self._input_records if pattern(other) == pattern(name)]
             same = [other for other in same if _inputs(self._linears[other]) == _inputs(self._linears[name])]
             found = [self._by_example(name, other, reached) for other in same]
             first = found[0] if found else None
@@ -179,40 +179,40 @@ class Probe:
         giver = next(m for m in self._members if self._offsets[m] <= int(channel.max()) < self._offsets[m] + self._size(m))
         if _numbers(giver) != _numbers(other)[: len(_numbers(giver))]:
             return None
-        own = iter(_numbers(name))
-        wanted = ".".join(next(own) if part.isdecimal() else part for part in giver.split("."))
-        if wanted not in self._members:
+        numbers = iter(_numbers(name))
+        matching_name = ".".join(next(numbers) if part.isdecimal() else part for part in giver.split("."))
+        if matching_name not in self._members:
             return nothing  # it was not called either
-        return torch.where(channel >= 0, channel - self._offsets[giver] + self._offsets[wanted], -1)
+        return torch.where(channel >= 0, channel - self._offsets[giver] + self._offsets[matching_name], -1)
 
     def _size(self, name: str) -> int:
         return channels(self._members[name])
 
     # ---- runs ------------------------------------------------------------------------------------------------------
 
-    def _ran(self, exponents: Tensor | None, undone: Mapping[str, Tensor] | None = None) -> _Heard:
+    def _run_with(self, exponents: Tensor | None, undone: Mapping[str, Tensor] | None = None) -> _ProbeRun:
         """One run with outputs times two to the ``exponents``; what layers read is put right by what they see, or by what is
         known to have to be ``undone``."""
-        heard = _Heard()
+        result = _ProbeRun()
         calls: dict[str, int] = {}
         with contextlib.ExitStack() as hooks:
             for name, module in self._linears.items():
-                before = self._reader(name, calls, None if exponents is None else heard, undone)
+                before = self._input_hook(name, calls, None if exponents is None else result, undone)
                 hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             for name, module in self._members.items():
-                after = self._giver(name, {}, exponents)
+                after = self._output_hook(name, {}, exponents)
                 hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
-            heard.output = [some(x.detach().reshape(-1, x.shape[-1]), _OUTPUTS) for x in _tensors(self._run())]
-        return heard
+            result.output = [sample_rows(x.detach().reshape(-1, x.shape[-1]), _OUTPUTS) for x in _tensors(self._run())]
+        return result
 
-    def _giver(self, name: str, calls: dict[str, int], exponents: Tensor | None) -> Any:
+    def _output_hook(self, name: str, calls: dict[str, int], exponents: Tensor | None) -> Any:
         offset = self._offsets[name]
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
             call = calls[name] = calls.get(name, -1) + 1
             if exponents is None:
-                if name not in self._ways:
-                    self._ways[name] = way_of(module, lambda: module.forward(*args, **kwargs), output)
+                if name not in self._absorb_rules:
+                    self._absorb_rules[name] = absorb_rule_of(module, lambda: module.forward(*args, **kwargs), output)
                 self._stand_ins.setdefault(name, []).append(_noise(output, offset + call))
                 return self._stand_ins[name][call]
             held = self._stand_ins[name]
@@ -223,21 +223,21 @@ class Probe:
 
         return after
 
-    def _reader(self, name: str, calls: dict[str, int], heard: _Heard | None, undone: Mapping[str, Tensor] | None) -> Any:
+    def _input_hook(self, name: str, calls: dict[str, int], result: _ProbeRun | None, undone: Mapping[str, Tensor] | None) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             place = "input" if "input" in kwargs else "x"
             x = args[0] if args else kwargs.get(place)
             if not isinstance(x, Tensor):
                 return None
             call = calls[name] = calls.get(name, -1) + 1
-            if heard is None:
-                self._reads.setdefault(name, []).append(Read.of(x))
+            if result is None:
+                self._input_records.setdefault(name, []).append(InputRecord.of(x))
                 return None
-            exponents = self._exponents(name, call, x, heard) if undone is None else undone.get(name, torch.zeros(1))
-            if exponents is None or bool((exponents != heard.exponents.get(name, exponents)).any()):
-                heard.odd.add(name)
+            exponents = self._exponents(name, call, x, result) if undone is None else undone.get(name, torch.zeros(1))
+            if exponents is None or bool((exponents != result.exponents.get(name, exponents)).any()):
+                result.inconsistent.add(name)
                 return None
-            heard.exponents[name] = exponents
+            result.exponents[name] = exponents
             if name not in self._usable or not bool(exponents.any()):
                 return None
             old = x * torch.exp2(-exponents.to(x.device).double()).to(x.dtype)
@@ -245,23 +245,23 @@ class Probe:
 
         return before
 
-    def _exponents(self, name: str, call: int, x: Tensor, heard: _Heard) -> Tensor | None:
+    def _exponents(self, name: str, call: int, x: Tensor, result: _ProbeRun) -> Tensor | None:
         """Of the powers of two by which each channel of ``x`` is larger than before, int64 [K]; None where some are none."""
-        reads = self._reads.get(name, [])
+        reads = self._input_records.get(name, [])
         if call >= len(reads) or reads[call].shape != tuple(x.shape):
             return None
         old = reads[call]
-        new = Read.of(x, old.places)
+        new = InputRecord.of(x, old.places)
         (a, p), (b, q) = torch.frexp(old.largest), torch.frexp(new.largest)
         exponents = (q - p).long()
-        silent = old.largest == 0
+        has_silent_channel = old.largest == 0
         # What is below the smallest normal number was rounded to steps of this size, and has it doubled like all the rest.
         step = SUBNORMAL.get(x.dtype, 0.0) * (torch.exp2(exponents.double()) + 1)
         wrong = (new.rows - torch.ldexp(old.rows, exponents)).abs() > step
         if not torch.equal(a, b) or bool(wrong.any()):
             return None
-        if bool(silent.any()) and bool(exponents.any()):
-            heard.silent = True
+        if bool(has_silent_channel.any()) and bool(exponents.any()):
+            result.has_silent_channel = True
             return None  # what such a channel comes from cannot be told
         return exponents.cpu()
 
@@ -271,14 +271,16 @@ class Probe:
         def same(a: list[Tensor], b: list[Tensor]) -> bool:
             return len(a) == len(b) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
 
-        if same(output, self._output) or nearly(output, self._output):
+        if same(output, self._output) or is_close(output, self._output):
             return True
-        again = self._ran(torch.zeros(self._total, dtype=torch.long)).output
-        return not same(again, self._output) and apart(output, self._output) <= 4 * apart(again, self._output)
+        repeated = self._run_with(torch.zeros(self._total, dtype=torch.long)).output
+        return not same(repeated, self._output) and max_difference(output, self._output) <= 4 * max_difference(
+            repeated, self._output
+        )
 
 
-def _tensors(what: object) -> Iterator[Tensor]:
-    return (x for x in leaves(what) if isinstance(x, Tensor) and x.dim() and x.is_floating_point())
+def _tensors(nested: object) -> Iterator[Tensor]:
+    return (x for x in tree_leaves(nested) if isinstance(x, Tensor) and x.dim() and x.is_floating_point())
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

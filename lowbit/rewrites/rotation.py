@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..ambient import isolated
+from ..torch_state import isolated
 
 if TYPE_CHECKING:
     from ..calibration.data import Batch
@@ -50,12 +50,12 @@ def rotation(model: nn.Module, batches: Sequence[Batch], *, online: bool = False
     """
     # Calibration knows recipes, and recipes know this.
     from ..calibration.blocks import call
-    from ..calibration.modes import evaluating
-    from ..weight import QuantizedModule
+    from ..calibration.eval_mode import eval_mode
+    from ..quantized_module import QuantizedModule
     from .emulation import SAME, check_outputs, distance, outputs, rotated_difference
     from .folding import Folding
     from .hadamard import Rotation
-    from .stream import find_stream
+    from .residual_stream import find_residual_stream
 
     check_rotation(online, seed)
     quantized = next((name for name, module in model.named_modules() if isinstance(module, QuantizedModule)), None)
@@ -63,21 +63,21 @@ def rotation(model: nn.Module, batches: Sequence[Batch], *, online: bool = False
         raise ValueError(f"{quantized} is quantized already: rotate the model before")
     batch = _probe(model, batches)
     device = next((parameter.device for parameter in model.parameters()), None)
-    with evaluating(model):
+    with eval_mode(model):
         with _widened(model, torch.float32):
-            stream = find_stream(model, batch, device)
-            turn = Rotation.of(stream.width, seed)
+            stream = find_residual_stream(model, batch, device)
+            rotation_matrix = Rotation.of(stream.width, seed)
             reference = outputs(call(model, batch, device))
-            same = rotated_difference(model, batch, device, stream, turn) <= SAME
-            folding = Folding(model, stream, turn, online)
+            same = rotated_difference(model, batch, device, stream, rotation_matrix) <= SAME
+            folding = Folding(model, stream, rotation_matrix, online)
         if not same:
             # What many layers make of float32's rounding may be more; in float64 only a real difference is left.
             with _widened(model, torch.float64):
-                check_outputs(model, _widened_batch(batch), device, stream, turn)
-        notes = folding.carry_out()
+                check_outputs(model, _widened_batch(batch), device, stream, rotation_matrix)
+        notes = folding.apply()
         worst = distance(reference, outputs(call(model, batch, device)))
     head = (
-        f"{stream.width} channels of the residual stream are turned by {turn}: {len(stream.norms)} norms, "
+        f"{stream.width} channels of the residual stream are turned by {rotation_matrix}: {len(stream.norms)} norms, "
         f"{len(stream.readers)} readers, {len(stream.writers)} writers; outputs differ by {worst:.1e} of the largest"
     )
     return [head, *notes]
@@ -86,19 +86,19 @@ def rotation(model: nn.Module, batches: Sequence[Batch], *, online: bool = False
 def _probe(model: nn.Module, batches: Sequence[Batch]) -> Batch:
     """A short batch: one row of the first one given where it is of tokens, or random tokens."""
     from ..calibration.data import Batch
-    from ..calibration.nesting import leaves, rebuilt
-    from ..checkpoint.skeleton import is_pretrained
+    from ..calibration.pytree import tree_leaves, tree_map
+    from ..checkpoint.hf_config import is_pretrained
 
     if batches:
         args, kwargs = batches[0]
-        tensors = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
         ids = [leaf for leaf in tensors if leaf.dim() == 2 and not leaf.is_floating_point()]
         if ids and len(ids) == len(tensors) and len({leaf.shape for leaf in ids}) == 1:
 
             def cut(leaf: Any) -> Any:
                 return leaf[:1, :_TOKENS] if isinstance(leaf, Tensor) else leaf
 
-            return Batch(rebuilt(args, cut), rebuilt(kwargs, cut))
+            return Batch(tree_map(args, cut), tree_map(kwargs, cut))
         return batches[0]
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if not is_pretrained(model) or not isinstance(vocabulary, int):
@@ -124,9 +124,9 @@ def _widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def _widened_batch(batch: Batch) -> Batch:
     from ..calibration.data import Batch
-    from ..calibration.nesting import rebuilt
+    from ..calibration.pytree import tree_map
 
     def wide(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return Batch(rebuilt(batch.args, wide), rebuilt(batch.kwargs, wide))
+    return Batch(tree_map(batch.args, wide), tree_map(batch.kwargs, wide))

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ..algorithms.rows import slices
 from ..grid import to_codes, to_values
+from ..layer_config import LayerConfig
 from ..scales import choose, outer_scale
 from ..statistics import Statistics
-from ..target import Target
 from .noise import input_noise
 
-__all__ = ["Choice", "Pool", "Reader", "chosen", "levelled", "losses_of"]
+__all__ = ["Choice", "Pool", "Reader", "choose_divisor", "centred_scale", "losses_of"]
 
 _ROWS = 256  # of a weight that are rounded at a time at least, since each slice is multiplied by the Gram matrix
 _LIMIT = 1e4  # beyond which nothing is divided or multiplied, once the middle is 1
@@ -32,13 +32,13 @@ class Reader:
 
     Attributes:
         weight: [N, K], float32 or float64.
-        target: what becomes of it.
+        config: what becomes of it.
         statistics: of its input, before.
         channels: int64 [K], the one of the pool's channels that each channel of the input is divided with; -1 for none.
     """
 
     weight: Tensor
-    target: Target
+    config: LayerConfig
     statistics: Statistics
     channels: Tensor
 
@@ -61,7 +61,7 @@ class Pool:
 
     Attributes:
         count: channels of the source.
-        readers: called for each walk over them, since not all weights and statistics need fit into memory together.
+        readers: called for each pass over them, since not all weights and statistics need fit into memory together.
     """
 
     count: int
@@ -98,15 +98,15 @@ class Choice:
     after: float
 
 
-def levelled(size: Tensor) -> Tensor:
+def centred_scale(size: Tensor) -> Tensor:
     """``size`` [C] (at least 0) over the middle of its logarithms, so that the smallest and the largest are as far from 1; 1
     where it is 0, as on channels that are never heard."""
-    heard = (size > 0) & torch.isfinite(size)
-    if not bool(heard.any()):
+    used = (size > 0) & torch.isfinite(size)
+    if not bool(used.any()):
         return torch.ones_like(size)
-    inside = size[heard]
+    inside = size[used]
     level = size / (inside.amax().sqrt() * inside.amin().sqrt())
-    return torch.where(heard, level.clamp(1 / _LIMIT, _LIMIT), 1.0)
+    return torch.where(used, level.clamp(1 / _LIMIT, _LIMIT), 1.0)
 
 
 def losses_of(pool: Pool, divisors: Sequence[Tensor], ranges: str = "range") -> Tensor:
@@ -128,7 +128,7 @@ def losses_of(pool: Pool, divisors: Sequence[Tensor], ranges: str = "range") -> 
     return total / max(seen, 1)
 
 
-def chosen(divisors: Sequence[Tensor], labels: Sequence[str], losses: Tensor, place: int | None = None) -> Choice:
+def choose_divisor(divisors: Sequence[Tensor], labels: Sequence[str], losses: Tensor, place: int | None = None) -> Choice:
     """The choice of the one at ``place``, by default the first of those that lose least; at place 0 all is left as it is."""
     best = int(losses.argmin()) if place is None else place
     return Choice(divisors[best], labels[best], float(losses[0]), float(losses[best]))
@@ -136,13 +136,13 @@ def chosen(divisors: Sequence[Tensor], labels: Sequence[str], losses: Tensor, pl
 
 def loss_under(reader: Reader, s: Tensor, ranges: str) -> Tensor:
     """What the reader's output loses where its input is divided by ``s`` [K] and its weight is multiplied by it, float64 []."""
-    scheme, weight, gram = reader.target.weight, reader.weight, reader.statistics.gram.to(reader.weight.dtype)
+    scheme, weight, gram = reader.config.weight, reader.weight, reader.statistics.gram.to(reader.weight.dtype)
     outer = outer_scale((weight * s).abs().amax(), scheme) if scheme.outer else None
-    activation, total = reader.target.activation, torch.zeros((), dtype=torch.float64, device=weight.device)
+    activation, total = reader.config.activation, torch.zeros((), dtype=torch.float64, device=weight.device)
     noise = None
     if activation is not None:
         moments = reader.statistics.gram.diagonal() / s.square(), reader.statistics.absmax / s
-        noise = input_noise(moments, activation, reader.target.activation_scale)
+        noise = input_noise(moments, activation, reader.config.activation_scale)
     try:
         for rows in slices(weight, _ROWS):
             scaled = rows * s

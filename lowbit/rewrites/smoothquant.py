@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .search import Choice, Pool, chosen, levelled, losses_of
+from .search import Choice, Pool, centred_scale, choose_divisor, losses_of
 
 __all__ = ["check", "smoothquant"]
 
@@ -26,9 +26,9 @@ def smoothquant(pool: Pool, *, alpha: float | str = 0.5) -> Choice:
     w = pool.largest(lambda reader: reader.weight.abs().amax(0))
     alphas = [float(alpha)] if alpha != "auto" else [step / _GRID for step in range(_GRID + 1)]
     # A channel that is never heard, or that nothing weighs, has nothing to give or to take.
-    divisors = [levelled(torch.where((x > 0) & (w > 0), x**a / w ** (1 - a), 0.0)) for a in alphas]
+    divisors = [centred_scale(torch.where((x > 0) & (w > 0), x**a / w ** (1 - a), 0.0)) for a in alphas]
     divisors, labels = [torch.ones_like(x), *divisors], ["", *(f"alpha {a:.3g}" for a in alphas)]
-    return chosen(divisors, labels, losses_of(pool, divisors), None if alpha == "auto" else 1)
+    return choose_divisor(divisors, labels, losses_of(pool, divisors), None if alpha == "auto" else 1)
 
 
 def check(*, alpha: float | str = 0.5) -> None:

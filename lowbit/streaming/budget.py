@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..calibration.data import Batch
-from ..calibration.nesting import leaves
+from ..calibration.pytree import tree_leaves
 from ..layers import Layer
 from ..plans import LayerPlan, Plan
 from ..recipe import block_of
 
-__all__ = ["Need", "needs", "parse_bytes", "room_for_statistics"]
+__all__ = ["Need", "needs", "parse_bytes", "statistics_budget"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
@@ -47,13 +47,13 @@ class Need:
         """Bytes of all but Gram matrices."""
         return self.weights + self.rounding + self.batch
 
-    def told(self, statistics: int) -> str:
+    def describe(self, statistics: int) -> str:
         """What takes the memory, where Gram matrices take ``statistics`` bytes at a time."""
         parts = {"weights": self.weights, "statistics": statistics, "one layer's rounding": self.rounding, "a batch": self.batch}
-        return ", ".join(f"{name} {_spelled(size)}" for name, size in parts.items())
+        return ", ".join(f"{name} {_format_bytes(size)}" for name, size in parts.items())
 
 
-def room_for_statistics(
+def statistics_budget(
     max_memory: int | str | None, layers: Sequence[Layer], plan: Plan, batches: Sequence[Batch], at_once: bool
 ) -> int | None:
     """Bytes that ``max_memory`` leaves for the statistics of a block; None for any number.
@@ -65,10 +65,11 @@ def room_for_statistics(
         return None
     limit, room = parse_bytes(max_memory), parse_bytes(max_memory)
     for need in needs(layers, plan, batches):
-        least = sum(need.matrices) if at_once else max(need.matrices, default=0)
-        if need.fixed + least > limit:
+        smallest = sum(need.matrices) if at_once else max(need.matrices, default=0)
+        if need.fixed + smallest > limit:
             raise ValueError(
-                f"max_memory is {_spelled(limit)}, and the job takes about {_spelled(need.fixed + least)} ({need.told(least)}): "
+                f"max_memory is {_format_bytes(limit)}, and the job takes about {_format_bytes(need.fixed + smallest)} "
+                f"({need.describe(smallest)}): "
                 "allow more, or smaller batches"
             )
         room = min(room, limit - need.fixed)
@@ -80,21 +81,21 @@ def needs(layers: Sequence[Layer], plan: Plan, batches: Sequence[Batch]) -> list
     blocks: dict[object, list[tuple[LayerPlan, Layer]]] = {}
     for entry, layer in zip(plan.layers, layers, strict=True):
         if layer.kind != "embedding":
-            alone = entry.target is not None and block_of(entry.name) is None
-            blocks.setdefault(entry.name if alone else block_of(entry.name), []).append((entry, layer))
+            largest_alone = entry.config is not None and block_of(entry.name) is None
+            blocks.setdefault(entry.name if largest_alone else block_of(entry.name), []).append((entry, layer))
     tokens = max(_tokens(batch) for batch in batches)
     found = []
     for block in blocks.values():
-        sizes = {entry.name: layer.weight.shape[-2:] for entry, layer in block if entry.target is not None}
+        sizes = {entry.name: layer.weight.shape[-2:] for entry, layer in block if entry.config is not None}
         if sizes:
             # Layers of one module that read as many channels read the same ones, as a rule.
             unheard = {entry.name for entry, layer in block if layer.is_parameter}  # whose inputs nobody looks at
             inputs = {(name.rpartition(".")[0], k) for name, (_, k) in sizes.items() if name not in unheard}
-            copies = 2 if any(entry.target is not None and entry.target.asks_drift for entry, _ in block) else 1
+            copies = 2 if any(entry.config is not None and entry.config.needs_drift for entry, _ in block) else 1
             found.append(
                 Need(
                     weights=copies * sum(layer.weight.nbytes for _, layer in block)
-                    + sum(entry.bytes_after for entry, _ in block if entry.target is not None),
+                    + sum(entry.bytes_after for entry, _ in block if entry.config is not None),
                     matrices=tuple(copies * 8 * k * k for _, k in inputs),
                     rounding=max(8 * (k * k + 2 * n * k) for n, k in sizes.values()),
                     batch=copies * 4 * 4 * tokens * max(max(size) for size in sizes.values()),
@@ -104,9 +105,9 @@ def needs(layers: Sequence[Layer], plan: Plan, batches: Sequence[Batch]) -> list
 
 
 def _tokens(batch: Batch) -> int:
-    sizes = [leaf.numel() for leaf in leaves([batch.args, batch.kwargs]) if isinstance(leaf, Tensor)]
+    sizes = [leaf.numel() for leaf in tree_leaves([batch.args, batch.kwargs]) if isinstance(leaf, Tensor)]
     return max(sizes, default=1)
 
 
-def _spelled(size: int) -> str:
+def _format_bytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

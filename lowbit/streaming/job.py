@@ -16,27 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ambient import isolated
 from ..calibration.calibrator import Calibrator
 from ..calibration.data import Batch, Calibration, CalibrationLike, amount
-from ..calibration.nesting import leaves
+from ..calibration.data_checks import data_notes
+from ..calibration.pytree import tree_leaves
 from ..calibration.ranks import Ranks
-from ..calibration.sufficiency import remarks
 from ..checkpoint.card import write_card
+from ..checkpoint.hf_config import build_on_meta, write_config
 from ..checkpoint.inventory import Inventory
 from ..checkpoint.shards import write_files
-from ..checkpoint.skeleton import built, write_config
 from ..environment import usable_device
 from ..planning import planned
 from ..plans import Plan
 from ..quantize import blockwise
 from ..recipe import Recipe, RecipeLike
 from ..replacement import Progress, Replacement
-from .budget import room_for_statistics
-from .heap import large_tensors_mapped
-from .residence import OnDisk
+from ..torch_state import isolated
+from .budget import statistics_budget
+from .disk_offload import DiskOffload
+from .malloc_trim import mmap_large_tensors
 from .source import Source, identity, open_source, opened, untie
-from .workspace import DiskStates, Workspace
+from .workspace import DiskActivationStore, Workspace
 
 __all__ = ["quantize_folder"]
 
@@ -47,11 +47,11 @@ _TOKENIZER = (
 
 
 @isolated()
-@large_tensors_mapped()
+@mmap_large_tensors()
 def quantize_folder(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    what: RecipeLike,
+    recipe: RecipeLike,
     *,
     calibration: CalibrationLike,
     max_memory: int | str | None = None,
@@ -87,47 +87,47 @@ def quantize_folder(
     """
     from ..pretrained.float_folder import check_float, check_folder
 
-    folder, recipe = Path(source), Recipe.of(what)
+    folder, recipe = Path(source), Recipe.of(recipe)
     if Path(output).exists() and folder.exists() and Path(output).samefile(folder):
         raise ValueError(f"output {output} is the model itself: give another folder")
-    whole = next((rewrite.name for rewrite in recipe.rewrites if rewrite.method.kind == "model"), None)
-    if whole is not None:
-        raise ValueError(f"{whole} rewrites the whole model, which is never in memory here: load it, then call quantize_")
+    model_rewrite = next((rewrite.name for rewrite in recipe.rewrites if rewrite.method.kind == "model"), None)
+    if model_rewrite is not None:
+        raise ValueError(f"{model_rewrite} rewrites the whole model, which is never in memory here: load it, then call quantize_")
     where = None if device is None else usable_device(device)
     check_float(folder)
-    model: Any = built(folder, real_buffers=True)
+    model: Any = build_on_meta(folder, real_buffers=True)
     findings = check_folder(folder, model)
     with opened(folder) as found:
         untie(model, found)
     model.name_or_path = str(folder)  # where its tokenizer is
-    carried, layers = planned(model, recipe, None, where or torch.device("cpu"), has_data=True)
+    plan, layers = planned(model, recipe, None, where or torch.device("cpu"), has_data=True)
     data = Calibration.of(calibration)
     batches = data.batches(model)
-    remarked = remarks(data, batches, recipe, carried.layers)
-    carried = dataclasses.replace(carried, calibration=amount(batches))
+    remarked = data_notes(data, batches, recipe, plan.layers)
+    plan = dataclasses.replace(plan, calibration=amount(batches))
     rewrites = blockwise(recipe)
-    room = room_for_statistics(max_memory, layers, carried, batches, at_once=bool(rewrites) or Ranks().count > 1)
+    statistics_bytes = statistics_budget(max_memory, layers, plan, batches, at_once=bool(rewrites) or Ranks().count > 1)
     with opened(folder) as found:
         job = {"model": identity(found), "recipe": recipe.to_dict(), "data": _digest(batches), "device": str(where)}
         with (
             _workspace(resume, Path(output), job) as workspace,
             open_source(folder, model, found, workspace.folder / "weights") as files,
         ):
-            files.take_buffers(model)
-            residence = OnDisk(model, files, workspace, where)
-            replacement = Replacement(model, carried.layers, layers, where, False, progress, residence.trim)
-            states = DiskStates(workspace.folder)
-            calibrator = Calibrator(model, carried.layers, layers, batches, replacement, residence, states, rewrites, room)
+            files.load_buffers(model)
+            offload = DiskOffload(model, files, workspace, where)
+            replacement = Replacement(model, plan.layers, layers, where, False, progress, offload.trim)
+            states = DiskActivationStore(workspace.folder)
+            calibrator = Calibrator(model, plan.layers, layers, batches, replacement, offload, states, rewrites, statistics_bytes)
             calibrator.run()
             if Ranks().rank == 0:
                 finished = Inventory(model, partial(_tensor, model, files, workspace))
-                from ..pretrained.quantizer import told_of  # transformers is imported before
+                from ..pretrained.quantizer import quantization_config_of  # transformers is imported before
 
-                told = told_of(model, finished.header, carried)
-                extras = partial(_extras, model, folder, Path(output), told)
+                quantization_config = quantization_config_of(model, finished.header, plan)
+                extras = partial(_extras, model, folder, Path(output), quantization_config)
                 write_files(Path(output), finished.tensors, finished.header, max_shard_bytes, extras)
-    notes = (*findings, *remarked, *carried.notes, *calibrator.notes)
-    return dataclasses.replace(carried, layers=tuple(replacement.entries), notes=notes)
+    notes = (*findings, *remarked, *plan.notes, *calibrator.notes)
+    return dataclasses.replace(plan, layers=tuple(replacement.entries), notes=notes)
 
 
 def _tensor(model: nn.Module, files: Source, workspace: Workspace, name: str) -> Tensor:
@@ -140,8 +140,8 @@ def _tensor(model: nn.Module, files: Source, workspace: Workspace, name: str) ->
     return files.read(name).to(model.get_parameter(name).dtype)
 
 
-def _extras(model: nn.Module, source: Path, output: Path, told: dict[str, Any], staging: Path) -> None:
-    write_config(model, staging, told)
+def _extras(model: nn.Module, source: Path, output: Path, quantization_config: dict[str, Any], staging: Path) -> None:
+    write_config(model, staging, quantization_config)
     write_card(staging, output)
     for name in _TOKENIZER:
         if (source / name).is_file():
@@ -152,7 +152,7 @@ def _digest(batches: Sequence[Batch]) -> str:
     """A name for the data that changes with it."""
     digest = hashlib.sha256()
     for batch in batches:
-        for leaf in leaves([batch.args, sorted(batch.kwargs), batch.kwargs]):
+        for leaf in tree_leaves([batch.args, sorted(batch.kwargs), batch.kwargs]):
             if isinstance(leaf, Tensor):
                 digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
                 digest.update(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().data if leaf.numel() else b"")
@@ -174,13 +174,13 @@ def _workspace(resume: str | os.PathLike[str] | None, output: Path, job: dict[st
             Workspace(folder).prepare(job)
         except (ValueError, OSError) as found:
             error = found
-    error, folder = ranks.agreed((error, folder))
+    error, folder = ranks.broadcast((error, folder))
     if error is not None:
         raise error
     workspace = Workspace(folder)
     try:
         yield workspace
-        ranks.wait()
+        ranks.barrier()
         if ranks.rank == 0:
             workspace.remove()
     finally:

@@ -52,21 +52,21 @@ class Source:
         """Any of the names that are tied to ``name`` will do, as in transformers."""
         root = self._ties.get(name, name)
         tied = [root, *(other for other, stored in self._ties.items() if stored == root)]
-        found = next((home for home in map(self._own, (name, *tied)) if home is not None), None)
+        found = next((folder_for for folder_for in map(self._stored_name, (name, *tied)) if folder_for is not None), None)
         if found is not None:
             self._stored[name] = found
         return found is not None
 
-    def _own(self, name: str) -> str | None:
+    def _stored_name(self, name: str) -> str | None:
         """The name by which the files hold what the model calls ``name``; None where they have no tensor of its own for it."""
         return next((n for n in (name, name.removeprefix(self._prefix), self._prefix + name) if n in self._home), None)
 
     def differ(self, name: str, other: str) -> bool:
         """Whether the files hold different tensors for two names."""
-        ours, theirs = self._own(name), self._own(other)
-        if ours is None or theirs is None or ours == theirs:
+        first, second = self._stored_name(name), self._stored_name(other)
+        if first is None or second is None or first == second:
             return False
-        return not torch.equal(*(file.read(stored) for file, stored in (self._home[ours], self._home[theirs])))
+        return not torch.equal(*(file.read(stored) for file, stored in (self._home[first], self._home[second])))
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -80,7 +80,7 @@ class Source:
         file, stored = self._home[self._stored[name]]
         return file.read(stored)
 
-    def take_buffers(self, model: nn.Module) -> None:
+    def load_buffers(self, model: nn.Module) -> None:
         """Give ``model`` the buffers that the files have."""
         for name, module in _persistent_buffers(model):
             leaf = name.rpartition(".")[2]
@@ -121,21 +121,21 @@ def untie(model: Any, files: list[TensorFile]) -> None:
 
 
 @contextlib.contextmanager
-def open_source(folder: Path, model: nn.Module, files: list[TensorFile], home: Path) -> Iterator[Source]:
-    """The tensors of ``model`` in the open ``files`` of ``folder``; what they call by other names is written to ``home`` first,
-    by one process of several. Raises :class:`~lowbit.CheckpointError` that names a tensor which is nowhere."""
+def open_source(folder: Path, model: nn.Module, files: list[TensorFile], folder_for: Path) -> Iterator[Source]:
+    """The tensors of ``model`` in the open ``files`` of ``folder``; what they call by other names is written to ``folder_for``
+    first, by one process of several. Raises :class:`~lowbit.CheckpointError` that names a tensor which is nowhere."""
     source = Source(model, files)
     ranks = Ranks()
-    if source.missing and ranks.rank == 0 and not home.is_dir():
-        part = home.with_name(f"{home.name}.part")
+    if source.missing and ranks.rank == 0 and not folder_for.is_dir():
+        part = folder_for.with_name(f"{folder_for.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         _transcribe(folder, model, set(source.missing), part)
-        os.replace(part, home)
-    ranks.wait()
+        os.replace(part, folder_for)
+    ranks.barrier()
     with contextlib.ExitStack() as stack:
-        if home.is_dir():
-            source = Source(model, [*files, *(_opened(path, stack) for path in sorted(home.iterdir()))])
+        if folder_for.is_dir():
+            source = Source(model, [*files, *(_opened(path, stack) for path in sorted(folder_for.iterdir()))])
         if source.missing:
             more = f" and {len(source.missing) - 1} more" if source.missing[1:] else ""
             raise CheckpointError(f"{folder}: holds no tensor for {source.missing[0]}{more} of the model that config.json names")
@@ -153,17 +153,17 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> TensorFile:
     return file
 
 
-def _transcribe(folder: Path, model: nn.Module, wanted: set[str], home: Path) -> None:
+def _transcribe(folder: Path, model: nn.Module, wanted: set[str], folder_for: Path) -> None:
     """Let transformers load ``folder``, and write what is ``wanted`` as it arrives; no tensor stays in memory."""
-    arrived: dict[tuple[int, str], Path] = {}
+    received: dict[tuple[int, str], Path] = {}
 
     def written(module: nn.Module, leaf: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta or not getattr(parameter, "_is_hf_initialized", False):
             return None
-        path = home / f"{len(arrived)}.safetensors"
+        path = folder_for / f"{len(received)}.safetensors"
         spec = Spec(parameter.dtype, tuple(parameter.shape))
         write_tensor_file(path, [Stored(_ALONE, spec, lambda: parameter)], {})
-        arrived[id(module), leaf] = path
+        received[id(module), leaf] = path
         empty: Any = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         empty._is_hf_initialized = True
         return empty  # in its place, so that it goes
@@ -174,9 +174,9 @@ def _transcribe(folder: Path, model: nn.Module, wanted: set[str], home: Path) ->
     finally:
         hook.remove()
     names = {id(module): prefix for prefix, module in loaded.named_modules()}
-    for (module, leaf), path in arrived.items():
+    for (module, leaf), path in received.items():
         name = f"{names.get(module, '?')}.{leaf}"
         if name in wanted:
-            os.replace(path, home / f"{name}.safetensors")
+            os.replace(path, folder_for / f"{name}.safetensors")
         else:
             path.unlink()

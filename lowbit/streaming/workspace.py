@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibration.states import Inputs, States
+from ..calibration.activation_store import ActivationStore, BlockInputs
 from ..checkpoint.assembly import Assembly
 from ..checkpoint.inventory import Inventory
 from ..checkpoint.shards import FileSet
 from ..checkpoint.tensor_file import Spec, Stored, TensorFile, write_tensor_file
 from ..plans import LayerPlan
-from ..replacement import Done
-from ..rewrites.record import Rescaled
+from ..replacement import CompletedLayer
+from ..rewrites.rescale_record import Rescaled
 
-__all__ = ["DiskStates", "Workspace"]
+__all__ = ["DiskActivationStore", "Workspace"]
 
 _JOB = "job.json"
 _LAYERS = "layers"
@@ -73,7 +73,7 @@ class Workspace:
     def has(self, path: str) -> bool:
         return self.block(path).exists()
 
-    def keep(self, path: str, block: nn.Module, entries: Sequence[LayerPlan]) -> None:
+    def save_block(self, path: str, block: nn.Module, entries: Sequence[LayerPlan]) -> None:
         """Write ``block`` as it is now, and what was done to its layers."""
         found = Inventory(block)
         done = {entry.name: [entry.loss, entry.notes, [asdict(record) for record in entry.rewrites]] for entry in entries}
@@ -86,17 +86,17 @@ class Workspace:
         try:
             assembly = Assembly(block, FileSet([file]), torch.device(device))
             assembly.read()
-            assembly.carry_out()
+            assembly.apply()
         finally:
             file.close()
 
-    def done(self, path: str) -> dict[str, Done]:
+    def done(self, path: str) -> dict[str, CompletedLayer]:
         """What was done to the layers of a block that is kept, by their names in the model."""
         file = TensorFile(self.block(path))
         file.close()
         layers = json.loads(file.metadata[_LAYERS])
         return {
-            name: Done(loss, tuple(notes), tuple(Rescaled(**record) for record in rewrites))
+            name: CompletedLayer(loss, tuple(notes), tuple(Rescaled(**record) for record in rewrites))
             for name, (loss, notes, rewrites) in layers.items()
         }
 
@@ -118,7 +118,7 @@ class Workspace:
         self.folder.rmdir()
 
 
-class DiskStates(States):
+class DiskActivationStore(ActivationStore):
     """The inputs of blocks in files, one a batch; those of at most two blocks at a time."""
 
     def __init__(self, folder: Path) -> None:
@@ -128,28 +128,28 @@ class DiskStates(States):
     def _home(self, stack: int, block: int) -> Path:
         return self._folder / f"inputs-{stack}-{block}"
 
-    def put(self, stack: int, block: int, batch: int, inputs: Inputs) -> None:
+    def put(self, stack: int, block: int, batch: int, inputs: BlockInputs) -> None:
         home = self._home(stack, block)
         home.mkdir(exist_ok=True)
         tensors, plain = [], {}
-        for kind, leaves in (("leaves", inputs.leaves), ("floats", inputs.floats)):
+        for kind, leaves in (("leaves", inputs.values), ("floats", inputs.float_values)):
             for index, leaf in ({} if leaves is None else leaves).items():
                 if isinstance(leaf, Tensor):
                     spec = Spec(leaf.dtype, tuple(leaf.shape))
                     tensors.append(Stored(f"{kind}.{index}", spec, lambda leaf=leaf: leaf))  # type: ignore[misc]
                 else:
                     plain[f"{kind}.{index}"] = leaf
-        metadata = {"plain": json.dumps(plain), "paired": json.dumps(inputs.floats is not None)}
+        metadata = {"plain": json.dumps(plain), "paired": json.dumps(inputs.float_values is not None)}
         _write_tensors(home / f"{batch}.safetensors", tensors, metadata)
 
-    def get(self, stack: int, block: int, batch: int) -> Inputs:
+    def get(self, stack: int, block: int, batch: int) -> BlockInputs:
         file = TensorFile(self._home(stack, block) / f"{batch}.safetensors")
         try:
             found: dict[str, dict[int, Any]] = {"leaves": {}, "floats": {}}
             for name, leaf in (*json.loads(file.metadata["plain"]).items(), *((name, file.read(name)) for name in file.specs)):
                 kind, _, index = name.partition(".")
                 found[kind][int(index)] = leaf
-            return Inputs(found["leaves"], found["floats"] if json.loads(file.metadata["paired"]) else None)
+            return BlockInputs(found["leaves"], found["floats"] if json.loads(file.metadata["paired"]) else None)
         finally:
             file.close()
 

@@ -3,6 +3,6 @@
 Importing this registers the rows and leaves Triton itself alone until one of them runs.
 """
 
-from . import activations, linear, quantization, rows, tokens
+from . import activations, fused_norm_quant, linear, quantization, rows
 
-__all__ = ["activations", "linear", "quantization", "rows", "tokens"]
+__all__ = ["activations", "fused_norm_quant", "linear", "quantization", "rows"]

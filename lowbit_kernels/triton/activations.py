@@ -15,15 +15,15 @@ from ..epilogues import EPILOGUES
 from ..registry import ALL_PLAIN_SCALES, Call, Kernel, register
 from .blocks import block
 from .linear import ON_A_CPU, compiles
-from .operands import launch_options, on_device, starts_early
+from .operands import launch_options, on_device, supports_pdl
 from .quantization import round_rows
 
-__all__ = ["ROWS", "codes_product", "eights_linear"]
+__all__ = ["ROWS", "codes_product", "w8a8_linear"]
 
-_MOST_COLUMNS = (1 << 17) - 1  # sums of fewer products of int8 than 2**17 fit int32
+_MAX_COLUMNS = (1 << 17) - 1  # sums of fewer products of int8 than 2**17 fit int32
 
 
-def eights_linear(
+def w8a8_linear(
     x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None,
     scheme: Scheme, activation: Scheme, input_scale: Tensor | None, epilogue: str = "none",
 ) -> Tensor:  # fmt: skip
@@ -39,22 +39,22 @@ def codes_product(
     epilogue: str = "none",
 ) -> Tensor:  # fmt: skip
     """``(codes * scales) @ W.T + bias``: ``codes`` [M, K] of the format of the weight, ``scales`` [M], or [1] for all tokens."""
-    from .eights import eights
+    from .w8a8_gemm import w8a8_gemm
 
     (m, k), n = codes.shape, packed.shape[0]
     y = torch.empty(m, n, dtype=dtype, device=codes.device)
     if not y.numel():
         return y
-    how = scheme.fmt.decoding
+    dec = scheme.fmt.decoding
     packed = packed if packed.stride(1) == 1 else packed.contiguous()
-    config = dict(block("eights", codes.device, scheme, dtype, m, n, k))
+    config = dict(block("w8a8_gemm", codes.device, scheme, dtype, m, n, k))
     with on_device(codes.device):
-        eights[(-(-m // config["BLOCK_M"]) * -(-n // config["BLOCK_N"]),)](
+        w8a8_gemm[(-(-m // config["BLOCK_M"]) * -(-n // config["BLOCK_N"]),)](
             codes, scales, packed, scale, y if bias is None else bias.contiguous(), y, m, n, k,
             codes.stride(0), packed.stride(0), scale.stride(0),
-            IS_FLOAT=how.kind == FLOATS, MANTISSA=how.mantissa, SPECIAL=how.special, FACTOR=how.factor,
+            IS_FLOAT=dec.kind == FLOATS, MANTISSA=dec.mantissa, SPECIAL=dec.special, FACTOR=dec.factor,
             HAS_BIAS=bias is not None, EPILOGUE=epilogue, ONE_SCALE=scales.numel() == 1, EVEN=k % config["BLOCK_K"] == 0,
-            EARLY=starts_early(codes.device), **config, **launch_options(codes.device),
+            PDL=supports_pdl(codes.device), **config, **launch_options(codes.device),
         )  # fmt: skip
     return y
 
@@ -63,7 +63,7 @@ def _refusal(call: Call) -> str | None:
     wanted = Scheme(call.scheme.format, scale="fp32")
     if call.activation != wanted:
         return f"activation: takes {wanted}, got {call.activation}"
-    return None if 1 <= call.k <= _MOST_COLUMNS else f"K: takes 1..{_MOST_COLUMNS}, got {call.k}"
+    return None if 1 <= call.k <= _MAX_COLUMNS else f"K: takes 1..{_MAX_COLUMNS}, got {call.k}"
 
 
 def _the_row(size: int) -> str | None:
@@ -74,17 +74,17 @@ def _interpreted(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None,
     scheme: Scheme, activation: Scheme, input_scale: Tensor | None, **more: str,
 ) -> Tensor:  # fmt: skip
-    """:func:`eights_linear` in the interpreter, where bfloat16 is widened, which is exact, and the result rounded by torch."""
+    """:func:`w8a8_linear` in the interpreter, where bfloat16 is widened, which is exact, and the result rounded by torch."""
     wide = None if bias is None else bias.float()
-    y = eights_linear(x.float(), packed, scale.float(), zero, outer, wide, scheme, activation, input_scale, **more)
+    y = w8a8_linear(x.float(), packed, scale.float(), zero, outer, wide, scheme, activation, input_scale, **more)
     return y.to(x.dtype)
 
 
 ROWS = tuple(
     Kernel(
-        f"triton_{_format}_{_format}",
+        f"triton_w8a8_gemm_{_format}",
         "quantized_linear",
-        eights_linear,
+        w8a8_linear,
         "exact",
         devices=frozenset({"cuda", "xpu"}),
         formats=frozenset({_format}),
@@ -94,8 +94,8 @@ ROWS = tuple(
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
         m=(1, None),
         available=compiles,
-        also=_refusal,
-        epilogues=EPILOGUES.own(),
+        predicate=_refusal,
+        epilogues=EPILOGUES.builtin_names(),
         tiles=((16, 32, 256), (64, 64, 128), (128, 128, 128)),
     )
     for _format in ("int8", "fp8_e4m3fn")

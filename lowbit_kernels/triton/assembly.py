@@ -100,27 +100,27 @@ def _float(lines: _Lines, bits: int, mantissa: int, special: int, half: bool, j:
 
 
 @lru_cache(maxsize=256)
-def assembly(how: Decoding, bits: int, has_zero: bool, dtype: torch.dtype) -> str:
-    """PTX for :func:`.halves.words_as_floats`: what :func:`.halves.as_float_bits` gives, or of signed integers of eight bits in
+def assembly(dec: Decoding, bits: int, has_zero: bool, dtype: torch.dtype) -> str:
+    """PTX for :func:`.float_bits.words_as_floats`: the bits of :func:`.float_bits.as_float_bits`, or of signed 8-bit integers in
     bfloat16 these themselves. Empty for what there is none for."""
     half = dtype == torch.float16
-    if dtype not in (torch.float16, torch.bfloat16) or how.kind not in (INTEGERS, FLOATS):
+    if dtype not in (torch.float16, torch.bfloat16) or dec.kind not in (INTEGERS, FLOATS):
         return ""
-    if how.kind == INTEGERS and bits == 8 and not half and (how.flip != 128 or has_zero):
+    if dec.kind == INTEGERS and bits == 8 and not half and (dec.flip != 128 or has_zero):
         return ""  # 256 and more are not exact
-    if how.kind == FLOATS and (bits - 1 - how.mantissa > (5 if half else 8) or how.mantissa > (10 if half else 7)):
+    if dec.kind == FLOATS and (bits - 1 - dec.mantissa > (5 if half else 8) or dec.mantissa > (10 if half else 7)):
         return ""
-    if how.kind == FLOATS and 0 < how.special < (1 << (bits - 1)) - (1 << how.mantissa):
+    if dec.kind == FLOATS and 0 < dec.special < (1 << (bits - 1)) - (1 << dec.mantissa):
         return ""  # infinity is where the bits of an exponent are not all ones
     lines = _Lines()
     if bits < 8 and bits & 4:
         lines.add("prmt.b32 l, $8, $9, 0x5410;")
         lines.add("prmt.b32 h, $8, $9, 0x7632;")
     for j in range(8):
-        if how.kind == INTEGERS:
-            _integer(lines, bits, how.flip, half, j)
+        if dec.kind == INTEGERS:
+            _integer(lines, bits, dec.flip, half, j)
         else:
-            _float(lines, bits, how.mantissa, how.special, half, j)
+            _float(lines, bits, dec.mantissa, dec.special, half, j)
     return str(lines)
 
 
@@ -131,12 +131,12 @@ _CONVERTED = {
 }
 
 
-def bytes_as_floats(how: Decoding, arch: int) -> str:
+def bytes_as_floats(dec: Decoding, arch: int) -> str:
     """PTX that makes four codes of eight bits, a word, four numbers in float32, by way of float16; empty where there is none."""
-    if how not in _CONVERTED or arch < 89:
+    if dec not in _CONVERTED or arch < 89:
         return ""
     lines = ["{", ".reg .b16 a, b;", ".reg .b32 c, d;", "mov.b32 {a, b}, $4;"]
-    lines += [f"cvt.rn.f16x2.{_CONVERTED[how]}x2 {to}, {pair};" for to, pair in (("c", "a"), ("d", "b"))]
+    lines += [f"cvt.rn.f16x2.{_CONVERTED[dec]}x2 {to}, {pair};" for to, pair in (("c", "a"), ("d", "b"))]
     for first, both in ((0, "c"), (2, "d")):
         lines += [f"mov.b32 {{a, b}}, {both};", f"cvt.f32.f16 ${first}, a;", f"cvt.f32.f16 ${first + 1}, b;"]
     return "\n".join([*lines, "}"])

@@ -13,15 +13,15 @@ from functools import lru_cache
 
 import torch
 
-from lowbit.catalog import kept
+from lowbit.catalog import cached
 from lowbit.decoding import FLOATS, INTEGERS, TABLE
 from lowbit.scheme import Scheme
 
 from . import tables
 
 __all__ = [
-    "Block", "block", "bucket", "candidates", "fitted", "fixed", "held", "key", "narrow", "rule",
-    "shared_memory", "takes_wide",
+    "Block", "block", "bucket", "candidates", "fitted", "fixed", "shared_bytes", "key", "narrow", "rule",
+    "shared_memory", "supports_wide",
 ]  # fmt: skip
 
 Block = Mapping[str, int]
@@ -41,7 +41,7 @@ def block(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtype,
     return _chosen(kernel, device, scheme, dtype, m, n, k)
 
 
-@kept(maxsize=4096)
+@cached(maxsize=4096)
 def _chosen(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int) -> Block:
     if dtype != torch.float32:
         measured = tables.measured(device)
@@ -76,7 +76,7 @@ def key(kernel: str, weight: Scheme | int, m: int, n: int, k: int) -> str:
 
 def bucket(m: int) -> int:
     """The largest M of the bucket of ``m``; 0 for the one above all of them."""
-    return next((most for most in BUCKETS if m <= most), 0)
+    return next((limit for limit in BUCKETS if m <= limit), 0)
 
 
 def _power_above(size: int) -> int:
@@ -89,15 +89,15 @@ def _power_above(size: int) -> int:
 def rule(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int) -> Block:
     """What was good on an H200 for such shapes, where no table says more."""
     if kernel == "gemv":
-        return _wide(n, k) if takes_wide(scheme, dtype, k) else narrow(n, k)
-    return _gemm(m, n, k, dtype) if kernel == "gemm" else _eights(m)
+        return _wide(n, k) if supports_wide(scheme, dtype, k) else narrow(n, k)
+    return _gemm(m, n, k, dtype) if kernel == "gemm" else _w8a8_gemm(m)
 
 
-def takes_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
+def supports_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
     """Whether a row of x can meet sixteen bytes a thread: codes of four bits whose groups are whole such pieces. In float32 x
     would lose bits when it is divided by a power of two."""
-    how = scheme.fmt.decoding
-    plain = how.kind == INTEGERS or (how.kind == FLOATS and how.special == 0 and how.mantissa <= 1)
+    dec = scheme.fmt.decoding
+    plain = dec.kind == INTEGERS or (dec.kind == FLOATS and dec.special == 0 and dec.mantissa <= 1)
     group = 0 if scheme.group(k) >= k else scheme.group_size
     whole = scheme.bits == 4 and k % 32 == 0 and (group % 32 == 0 or (group == 16 and scheme.zero_point == "none"))
     return plain and whole and dtype != torch.float32 and scheme.zero_point != "float"
@@ -124,7 +124,7 @@ def narrow(n: int, k: int) -> Block:
 
 def _gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Block:
     if dtype == torch.float32:  # products on the ordinary cores: a block holds what fits their registers
-        return {"BLOCK_M": 16 if m <= 16 else 32, "BLOCK_N": 32, "WORDS": 16, "num_warps": 4, "STAGES": 1, "PARTS": 1}
+        return {"BLOCK_M": 16 if m <= 16 else 32, "BLOCK_N": 32, "WORDS": 16, "num_warps": 4, "STAGES": 1, "SPLIT_K": 1}
     if m <= 16:  # with fewer than 16 rows of x, or fewer than four warps, the compiler takes slower products
         block_m, block_n, warps, stages, each = 16, 64, 4, 4, 4
     elif m <= 64:
@@ -135,10 +135,10 @@ def _gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Block:
         block_m, block_n, warps, stages, each = 128, 128, 8, 4, 1
     tiles = -(-n // block_n) * -(-m // block_m)
     parts = max(1, min(8, each * _PROCESSORS // tiles, k // 512))  # blocks enough for several to share a processor
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "SPLIT_K": parts}
 
 
-def _eights(m: int) -> Block:
+def _w8a8_gemm(m: int) -> Block:
     if m <= 16:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256, "num_warps": 4, "STAGES": 4}
     if m <= 64:
@@ -149,11 +149,11 @@ def _eights(m: int) -> Block:
 # ---- what a block holds ------------------------------------------------------------------------------------------
 
 
-def held(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: int) -> int:
-    """The most bytes of shared memory that a block of ``gemm`` or ``eights`` takes, as the compiler lays it out: of every stage
+def shared_bytes(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: int) -> int:
+    """The bytes of shared memory that a block of ``gemm`` or ``w8a8_gemm`` takes, as the compiler lays it out: of every stage
     both factors, and, of two stages or where K ends within a step, the numbers of codes that it looks up in a table."""
     stages = chosen["STAGES"]
-    if kernel == "eights":
+    if kernel == "w8a8_gemm":
         return stages * chosen["BLOCK_K"] * (chosen["BLOCK_M"] + chosen["BLOCK_N"]) + _SLACK
     columns = 8 * chosen["WORDS"]
     codes = columns * chosen["BLOCK_N"] * scheme.bits // 8
@@ -163,12 +163,12 @@ def held(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: int)
     return stages * (columns * chosen["BLOCK_M"] * dtype.itemsize + codes) + numbers + _SLACK
 
 
-def fitted(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: int, most: int | None) -> Block:
-    """``chosen``, or with fewer stages, then with smaller tiles, what holds at most ``most`` bytes of shared memory."""
-    if most is None or kernel == "gemv":
+def fitted(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: int, limit: int | None) -> Block:
+    """``chosen``, or with fewer stages, then with smaller tiles, what holds at most ``limit`` bytes of shared memory."""
+    if limit is None or kernel == "gemv":
         return chosen
     found = dict(chosen)
-    while held(kernel, found, scheme, dtype, k) > most:
+    while shared_bytes(kernel, found, scheme, dtype, k) > limit:
         if found["STAGES"] > 2:
             found["STAGES"] -= 1
         elif max(found["BLOCK_N"], found["BLOCK_M"]) > 16:
@@ -192,29 +192,29 @@ def shared_memory(device: torch.device) -> int | None:
 # ---- candidates --------------------------------------------------------------------------------------------------
 
 
-def candidates(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int, most: int | None = None) -> list[Block]:
-    """The blocks that are worth a measurement, the rule's first, on a device where each may hold ``most`` bytes of shared memory;
+def candidates(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int, limit: int | None = None) -> list[Block]:
+    """The blocks to measure, the rule's first, on a device where each may hold ``limit`` bytes of shared memory;
     None: as many as on an H200."""
-    most = _SHARED if most is None else most
-    first = dict(fitted(kernel, rule(kernel, scheme, dtype, m, n, k), scheme, dtype, k, most))
+    limit = _SHARED if limit is None else limit
+    first = dict(fitted(kernel, rule(kernel, scheme, dtype, m, n, k), scheme, dtype, k, limit))
     if kernel == "gemv":
         others = _gemv_candidates(scheme, dtype, n, k)
     elif kernel == "gemm":
         others = _gemm_candidates(m, n, k)
     else:
-        others = _eights_candidates(m)
-    fit = (other for other in others if kernel == "gemv" or held(kernel, other, scheme, dtype, k) <= most)
+        others = _w8a8_gemm_candidates(m)
+    fit = (other for other in others if kernel == "gemv" or shared_bytes(kernel, other, scheme, dtype, k) <= limit)
     return [first, *(other for other in fit if other != first)]
 
 
 def _gemv_candidates(scheme: Scheme, dtype: torch.dtype, n: int, k: int) -> Iterator[dict[str, int]]:
     rows = [size for size in (4, 8, 2, 1, 16) if size <= max(n, 1)]
     for name, each in (("QUADS", 32), ("WORDS", 8)):
-        if name == "QUADS" and not takes_wide(scheme, dtype, k):
+        if name == "QUADS" and not supports_wide(scheme, dtype, k):
             continue
-        most = max(32, _power_above(-(-k // each)))
+        limit = max(32, _power_above(-(-k // each)))
         for warps, times, size in itertools.product((4, 2, 8, 1), (1, 2), rows):
-            if 32 * warps * times <= most:
+            if 32 * warps * times <= limit:
                 yield {"ROWS": size, name: 32 * warps * times, "num_warps": warps}
 
 
@@ -227,13 +227,13 @@ def _gemm_candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
         parts = max(1, min(16, each * _PROCESSORS // tiles, k // 512))
         if (found := (block_n, warps, stages, parts)) not in seen:
             seen.add(found)
-            one = {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "PARTS": parts}
+            one = {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "SPLIT_K": parts}
             yield one
             if warps == 8 and block_m * block_n <= 64 * 128:  # two such blocks share a processor, if they are made to
                 yield {**one, "REGISTERS": 128}
 
 
-def _eights_candidates(m: int) -> Iterator[dict[str, int]]:
+def _w8a8_gemm_candidates(m: int) -> Iterator[dict[str, int]]:
     block_m = min(128, max(16, _power_above(m)))
     for (block_n, warps), block_k, stages in itertools.product(((32, 4), (64, 4), (128, 4), (128, 8)), (128, 256), (3, 4)):
         if block_m * block_n >= 64 * 32 * warps or block_n <= 64:

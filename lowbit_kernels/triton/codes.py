@@ -119,7 +119,7 @@ def field(first, second, third, j: tl.constexpr, BITS: tl.constexpr, AT: tl.cons
 
 
 @triton.jit
-def halves(words, j: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr):
+def fp4_pairs(words, j: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr):
     """Fields ``j`` and ``j + 4`` of words of eight floats of four bits, by way of float16: float32 and exact."""
     sign = _place(words, 4 * j + 3, 15, 1) | _place(words, 4 * j + 19, 31, 1)
     low: tl.constexpr = 10 - MANTISSA
@@ -131,7 +131,7 @@ def halves(words, j: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr)
 
 
 @triton.jit
-def _four(x):
+def split4(x):
     """``x`` [B, 4] as four tensors [B]."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], 2, 2]))
     a, c = tl.split(even)
@@ -140,11 +140,11 @@ def _four(x):
 
 
 @triton.jit
-def eight(x):
+def split8(x):
     """``x`` [B, 8] as eight tensors [B]."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], 4, 2]))
-    a, c, e, g = _four(even)
-    b, d, f, h = _four(odd)
+    a, c, e, g = split4(even)
+    b, d, f, h = split4(odd)
     return a, b, c, d, e, f, g, h
 
 
@@ -197,14 +197,14 @@ def load_groups(pointers, row_mask, step, K, GROUP: tl.constexpr, WORDS: tl.cons
         first = step * WORDS // EACH
         found = (tl.load(pointers + first, mask=row_mask, other=0)[:, None],)
         for g in tl.static_range(1, TOUCHED):
-            there = row_mask & (tl.full([pointers.shape[0]], 0, tl.int32) + (first + g) * GROUP < K)
-            column = tl.load(pointers + first + g, mask=there, other=0)[:, None]
+            target = row_mask & (tl.full([pointers.shape[0]], 0, tl.int32) + (first + g) * GROUP < K)
+            column = tl.load(pointers + first + g, mask=target, other=0)[:, None]
             found = found + (column,)  # type: ignore[assignment] # noqa: RUF005 - Triton has no other way to add to a tuple
     return found
 
 
 @triton.jit
-def of_words(columns, step, GROUP: tl.constexpr, WORDS: tl.constexpr):
+def per_word(columns, step, GROUP: tl.constexpr, WORDS: tl.constexpr):
     """The columns of :func:`load_groups`, each for the words of its group: [R, WORDS], or [R, 1] where there is one."""
     found = columns[0]
     if GROUP > 0:
@@ -217,7 +217,7 @@ def of_words(columns, step, GROUP: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def load_stored(pointers, ramp_ptr, row_mask, step, K, GROUP: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr):
-    """:func:`load_groups` and :func:`of_words` in one, for rows ``pointers`` [R] at multiples of four bytes, groups and blocks
+    """:func:`load_groups` and :func:`per_word` in one: rows ``pointers`` [R] at multiples of four bytes, groups and blocks
     of which one is a multiple of the other.
 
     Groups come four bytes at a time, the least that the copies which run ahead of a loop take. ``ramp_ptr``: 0, 1, 2, ... in
@@ -231,14 +231,14 @@ def load_stored(pointers, ramp_ptr, row_mask, step, K, GROUP: tl.constexpr, WORD
     TOUCHED: tl.constexpr = 1 if EACH >= WORDS else WORDS // EACH
     tl.static_assert(EACH % WORDS == 0 or WORDS % EACH == 0)
     first = step * WORDS // EACH
-    there = pointers.to(tl.pointer_type(tl.int32)) + first // PER
-    words = tl.load(there, mask=row_mask, other=0)[:, None]
+    target = pointers.to(tl.pointer_type(tl.int32)) + first // PER
+    words = tl.load(target, mask=row_mask, other=0)[:, None]
     group = tl.arange(0, WORDS if TOUCHED > 1 else 1)[None, :] // EACH
     if PER > 1 or TOUCHED > 1:
         place = tl.load(ramp_ptr + (group if TOUCHED >= PER else first % PER + group))
     for w in tl.static_range(1, TOUCHED // PER):
         mask = row_mask & (tl.full([pointers.shape[0]], 0, tl.int32) + (first + w * PER) * GROUP < K)
-        words = tl.where(place // PER == w, tl.load(there + w, mask=mask, other=0)[:, None], words)
+        words = tl.where(place // PER == w, tl.load(target + w, mask=mask, other=0)[:, None], words)
     if PER > 1:
         words = words >> (place % PER * SIZE)
     if TOUCHED > 1 and not EVEN:  # beyond K may stand anything

@@ -7,11 +7,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import field, load_groups, load_words, numbers, of_words, scale_of
+from .codes import field, load_groups, load_words, numbers, per_word, scale_of
 
 
 @triton.jit
-def _joined(a, b, c, d):
+def _interleave_columns(a, b, c, d):
     """Four tensors [R, B] as the columns 4 i, 4 i + 1, ... of [R, 4 B]."""
     both = tl.join(tl.join(a, c), tl.join(b, d))
     return tl.reshape(both, [a.shape[0], a.shape[1] * 4])
@@ -35,12 +35,12 @@ def dequantize(
     step = tl.program_id(1)
     word = step * WORDS + tl.arange(0, WORDS)
     first, second, third = load_words(packed_ptr + row * stride_packed, mask, word, K, BITS, ALIGNED, EVEN)
-    stored = of_words(load_groups(scale_ptr + row * stride_scale, mask, step, K, GROUP, WORDS), step, GROUP, WORDS)
+    stored = per_word(load_groups(scale_ptr + row * stride_scale, mask, step, K, GROUP, WORDS), step, GROUP, WORDS)
     scale = scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
     if HAS_OUTER:
         scale *= tl.load(outer_ptr + row // N, mask=mask, other=0.0)[:, None]
     if ZERO > 0:
-        zero = of_words(load_groups(zero_ptr + row * stride_zero, mask, step, K, GROUP, WORDS), step, GROUP, WORDS).to(tl.float32)
+        zero = per_word(load_groups(zero_ptr + row * stride_zero, mask, step, K, GROUP, WORDS), step, GROUP, WORDS).to(tl.float32)
     for half in tl.static_range(2):
         for j in tl.static_range(4):
             codes = field(first, second, third, half * 4 + j, BITS, 0)
@@ -57,8 +57,8 @@ def dequantize(
             else:
                 d = found
         if half == 0:
-            e = _joined(a, b, c, d)
-    block = tl.join(tl.reshape(e, [ROWS, WORDS, 4]), tl.reshape(_joined(a, b, c, d), [ROWS, WORDS, 4]))
+            e = _interleave_columns(a, b, c, d)
+    block = tl.join(tl.reshape(e, [ROWS, WORDS, 4]), tl.reshape(_interleave_columns(a, b, c, d), [ROWS, WORDS, 4]))
     block = tl.reshape(tl.permute(block, [0, 1, 3, 2]), [ROWS, WORDS * 8])
     column = step * WORDS * 8 + tl.arange(0, WORDS * 8)
     tl.store(out_ptr + i[:, None] * K + column[None, :], block, mask=mask[:, None] & (column < K)[None, :])

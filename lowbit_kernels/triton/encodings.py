@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lowbit.decoding import FLOATS, INTEGERS, TABLE
-from lowbit.formats import Format, format_named
+from lowbit.formats import Format, get_format
 
 __all__ = ["Encoding", "encoding", "steps_of", "table_of"]
 
-_MOST = 16  # numbers of a table that is searched one by one
+_MAX = 16  # numbers of a table that is searched one by one
 
 
 class Encoding(NamedTuple):
@@ -42,21 +42,21 @@ class Encoding(NamedTuple):
 
 def encoding(name: str) -> Encoding | None:
     """The encoding of the format called ``name``; None where no kernel rounds to it."""
-    return _encoding(format_named(name))
+    return _encoding(get_format(name))
 
 
 @lru_cache(maxsize=256)
 def _encoding(fmt: Format) -> Encoding | None:
-    how = fmt.decoding
-    if how.kind == INTEGERS and fmt.step is not None and fmt.nan is None:
+    dec = fmt.decoding
+    if dec.kind == INTEGERS and fmt.step is not None and fmt.nan is None:
         return Encoding(INTEGERS, inverse=1 / fmt.step, low=fmt.min / fmt.step, high=fmt.max / fmt.step)
     # The sign of what rounds to zero is kept, and of codes that are never produced there are none below the largest number.
-    if how.kind == FLOATS and not fmt.unused and fmt.negative_zero is not None and fmt.max < 2.0**64:
-        least = round(math.log2(how.factor)) + 1
-        if least + 23 - how.mantissa > 0:
+    if dec.kind == FLOATS and not fmt.unused and fmt.negative_zero is not None and fmt.max < 2.0**64:
+        least = round(math.log2(dec.factor)) + 1
+        if least + 23 - dec.mantissa > 0:
             nan = -1 if fmt.nan is None else fmt.nan
-            return Encoding(FLOATS, mantissa=how.mantissa, first=least, high=fmt.max, nan=nan)
-    if how.kind in (TABLE, INTEGERS) and len(fmt.numbers) <= _MOST and fmt.nan is None and fmt.negative_zero is None:
+            return Encoding(FLOATS, mantissa=dec.mantissa, first=least, high=fmt.max, nan=nan)
+    if dec.kind in (TABLE, INTEGERS) and len(fmt.numbers) <= _MAX and fmt.nan is None and fmt.negative_zero is None:
         return Encoding(TABLE, size=len(fmt.numbers))
     return None
 
@@ -68,8 +68,8 @@ def steps_of(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Between which numbers the codes of a format change (float32), and the codes in the order of their numbers (uint8): kept,
     so that a CUDA graph can capture their use."""
     known = _steps.get((name, device))
-    if known is None or known[0] is not format_named(name):
-        fmt = format_named(name)
+    if known is None or known[0] is not get_format(name):
+        fmt = get_format(name)
         with torch.inference_mode(False), torch.no_grad():
             thresholds = torch.tensor([*fmt._thresholds(torch.float32), math.inf], dtype=torch.float32, device=device)
             order = torch.tensor([code for _, code in fmt._grid], dtype=torch.uint8, device=device)
@@ -83,8 +83,8 @@ _tables: dict[tuple[str, torch.device], tuple[Format, Tensor]] = {}
 def table_of(name: str, device: torch.device) -> Tensor:
     """The numbers of a format, float32 [2**bits] on ``device``: kept, so that a CUDA graph can capture its use."""
     known = _tables.get((name, device))
-    if known is None or known[0] is not format_named(name):
-        fmt = format_named(name)
+    if known is None or known[0] is not get_format(name):
+        fmt = get_format(name)
         with torch.inference_mode(False), torch.no_grad():
             known = _tables[name, device] = (fmt, torch.tensor(fmt.values, dtype=torch.float32, device=device))
     return known[1]

@@ -7,21 +7,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .ahead import bring
-from .codes import _INTEGERS, field, load_groups, load_stored, load_words, numbers, of_words, scale_of
-from .ends import finish
-from .halves import as_float_bits, words_as_floats
+from .codes import _INTEGERS, field, load_groups, load_stored, load_words, numbers, per_word, scale_of
+from .epilogue import store_output
+from .float_bits import as_float_bits, words_as_floats
+from .l2_prefetch import prefetch_l2
 
 
 @triton.jit
-def spread(
-    x_ptr, spread_ptr, K, WORDS_ALL, stride_xm, stride_xk, EARLY: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
+def interleave_x(
+    x_ptr, interleaved_ptr, K, WORDS_ALL, stride_xm, stride_xk, PDL: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """x [M, K] as [M, 8 WORDS_ALL] with zeros behind it, in pieces of 8 WORDS columns: of each every eighth column side by side.
 
     A step of :func:`gemm` meets one piece, so that it copies long runs of a row.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     m = tl.program_id(0).to(tl.int64)
@@ -29,12 +29,12 @@ def spread(
     j = tl.arange(0, 8)
     column = word[:, None] * 8 + j[None, :]
     x = tl.load(x_ptr + m * stride_xm + column.to(tl.int64) * stride_xk, mask=column < K, other=0.0)
-    there = (word // WORDS * (8 * WORDS) + word % WORDS)[:, None] + j[None, :] * WORDS
-    tl.store(spread_ptr + m * 8 * WORDS_ALL + there, x, mask=(word < WORDS_ALL)[:, None])
+    target = (word // WORDS * (8 * WORDS) + word % WORDS)[:, None] + j[None, :] * WORDS
+    tl.store(interleaved_ptr + m * 8 * WORDS_ALL + target, x, mask=(word < WORDS_ALL)[:, None])
 
 
 @triton.jit
-def _side_by_side(fields):
+def _concat_fields(fields):
     """Eight tensors [N, W] as one, [N, 8 W]. Joined so, no number leaves its thread."""
     even = tl.join(tl.join(fields[0], fields[4]), tl.join(fields[2], fields[6]))
     odd = tl.join(tl.join(fields[1], fields[5]), tl.join(fields[3], fields[7]))
@@ -43,26 +43,26 @@ def _side_by_side(fields):
 
 @triton.jit(do_not_specialize=["M", "M_ALL"])
 def gemm(
-    spread_ptr, packed_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, table_ptr, scale_table_ptr, ramp_ptr, y_ptr,
+    interleaved_ptr, packed_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, table_ptr, scale_table_ptr, ramp_ptr, y_ptr,
     M, M_ALL, N, K, WORDS_ALL, stride_packed, stride_scale, stride_zero,
     BITS: tl.constexpr, KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL: tl.constexpr,
     FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
-    HOW: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+    SCALE_MODE: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_N, BLOCK_M] of ``y.T = W @ x.T``; of several parts along K, the grid's second axis, each its own ``y``, in
     float32; of experts one behind the other, each with M rows of x, the one of the grid's third axis.
 
-    ``HOW``: 0, exact numbers meet x, and the group's sum its scale, ``GROUP`` being 0 or a multiple of 8 WORDS; 1, each
-    weight is its number times its scale, rounded once to the dtype of x; 2, the same in float32 before that. ``AHEAD``: the
-    steps whose codes are asked for before x is there, as of :func:`.ahead.bring`.
+    ``SCALE_MODE``: 0, exact numbers meet x, and the group's sum its scale, ``GROUP`` being 0 or a multiple of 8 WORDS; 1, each
+    weight is its number times its scale, rounded once to the dtype of x; 2, the same in float32 before that. ``PREFETCH``: the
+    steps whose codes are asked for before x is there, as of :func:`.l2_prefetch.prefetch_l2`.
     The weight is the left operand, so that it may stay in registers. Of x every eighth column meets the fields of a word.
     """
-    DTYPE: tl.constexpr = spread_ptr.dtype.element_ty
-    WIDE: tl.constexpr = tl.float32 == DTYPE or HOW == 2
+    DTYPE: tl.constexpr = interleaved_ptr.dtype.element_ty
+    WIDE: tl.constexpr = tl.float32 == DTYPE or SCALE_MODE == 2
     BYTES: tl.constexpr = BITS == 8 and KIND == _INTEGERS and tl.bfloat16 == DTYPE  # 128 + code needs a bit more than there is
     IN_PAIRS: tl.constexpr = ASM != "" and not WIDE
     MAGIC: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
@@ -82,15 +82,15 @@ def gemm(
     steps = tl.cdiv(tl.cdiv(K, 8 * WORDS), tl.num_programs(1))
     begin = tl.program_id(1) * steps
     end = tl.minimum(begin + steps, tl.cdiv(K, 8 * WORDS))
-    columns = spread_ptr + wide_m * 8 * WORDS_ALL
+    columns = interleaved_ptr + wide_m * 8 * WORDS_ALL
     across = tl.arange(0, 8 * WORDS)
-    if AHEAD > 0:
-        bring(rows, n_mask, begin * WORDS, tl.minimum(end - begin, AHEAD) * WORDS, K, BITS)
-    if EARLY:
+    if PREFETCH > 0:
+        prefetch_l2(rows, n_mask, begin * WORDS, tl.minimum(end - begin, PREFETCH) * WORDS, K, BITS)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scales, zeros = scale_ptr + row * stride_scale, zero_ptr + row * stride_zero
-    if not (COPIED and HOW > 0):
+    if not (COPIED and SCALE_MODE > 0):
         next_scale = load_groups(scales, n_mask, begin, K, GROUP, WORDS)
     if ZERO > 0 and not COPIED:
         next_zero = load_groups(zeros, n_mask, begin, K, GROUP, WORDS)
@@ -98,21 +98,21 @@ def gemm(
         word = step * WORDS + at
         a, b, c = load_words(rows, n_mask, word, K, BITS, ALIGNED, EVEN)
         following = tl.minimum(step + 1, end - 1)
-        if COPIED and HOW > 0:
+        if COPIED and SCALE_MODE > 0:
             stored = load_stored(scales, ramp_ptr, n_mask, step, K, GROUP, WORDS, EVEN)
         else:
-            stored = of_words(next_scale, step, GROUP, WORDS)
+            stored = per_word(next_scale, step, GROUP, WORDS)
             if GROUP > 0:
                 next_scale = load_groups(scales, n_mask, following, K, GROUP, WORDS)
         scale = scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
         if ZERO > 0 and COPIED:
             zero = load_stored(zeros, ramp_ptr, n_mask, step, K, GROUP, WORDS, EVEN)
         elif ZERO > 0:
-            zero = of_words(next_zero, step, GROUP, WORDS)
+            zero = per_word(next_zero, step, GROUP, WORDS)
             if GROUP > 0:
                 next_zero = load_groups(zeros, n_mask, following, K, GROUP, WORDS)
         if IN_PAIRS:
-            halves = words_as_floats(a, b, c, BITS, ASM)
+            packed_floats = words_as_floats(a, b, c, BITS, ASM)
         fields = ()
         for j in tl.static_range(8):
             if WIDE:
@@ -120,14 +120,14 @@ def gemm(
                 if ZERO > 0:
                     q -= zero.to(tl.float32)
             elif BYTES and IN_PAIRS:
-                q = halves[j].to(DTYPE, bitcast=True)
+                q = packed_floats[j].to(DTYPE, bitcast=True)
             elif BYTES:
                 q = numbers(field(a, b, c, j, BITS, 0), table_ptr, KIND, BITS, FLIP, MANTISSA, SPECIAL, 1.0)
                 if ZERO == 1:
                     q -= zero.to(tl.float32)
             else:
                 if IN_PAIRS:
-                    bits = halves[j]
+                    bits = packed_floats[j]
                 else:
                     bits = as_float_bits(field(a, b, c, j, BITS, 0), DTYPE, KIND, BITS, FLIP, MANTISSA, SPECIAL)
                 q = bits.to(DTYPE, bitcast=True)
@@ -135,45 +135,45 @@ def gemm(
                     q -= (zero.to(tl.int16) | MAGIC).to(DTYPE, bitcast=True) if ZERO == 1 else MAGIC_FLIPPED
                 else:
                     q *= MISSING
-            if HOW == 1:
+            if SCALE_MODE == 1:
                 q *= scale.to(DTYPE)
-            elif HOW == 2:
+            elif SCALE_MODE == 2:
                 q *= scale
             fields = fields + (q.to(DTYPE),)  # type: ignore[assignment] # noqa: RUF005
         # One product a step: the tensor cores are waited for once.
         x = tl.load(columns[None, :] + (step * (8 * WORDS) + across)[:, None], mask=m_mask[None, :], other=0.0)
-        part = tl.dot(_side_by_side(fields), x, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), input_precision="ieee")
-        if HOW == 0 and GROUP > 0:
+        part = tl.dot(_concat_fields(fields), x, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), input_precision="ieee")
+        if SCALE_MODE == 0 and GROUP > 0:
             total += part * scale
         else:  # a plain sum would become a product that begins at the total, and has to be waited for piece by piece
             total = tl.fma(part, tl.full([BLOCK_N, BLOCK_M], 1.0, tl.float32), total)
-    if EARLY:  # not sooner: the blocks of the next kernel would wait in the place of this one's
+    if PDL:  # not sooner: the blocks of the next kernel would wait in the place of this one's
         tl.extra.cuda.gdc_launch_dependents()
     if not WIDE and KIND == _INTEGERS and FACTOR != 1.0:
         total *= FACTOR
-    if HOW == 0 and GROUP == 0:
+    if SCALE_MODE == 0 and GROUP == 0:
         total *= scale_of(next_scale[0], scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
     if HAS_OUTER:
         total *= tl.load(outer_ptr + expert)
     y = y_ptr + (tl.program_id(1) * M_ALL.to(tl.int64) + wide_m)[None, :] * N + n[:, None]
     mask = n_mask[:, None] & m_mask[None, :]
-    finish(total, (bias_ptr + row)[:, None], n_mask[:, None], y, mask, HAS_BIAS, EPILOGUE)
+    store_output(total, (bias_ptr + row)[:, None], n_mask[:, None], y, mask, HAS_BIAS, EPILOGUE)
 
 
 @triton.jit(do_not_specialize=["SIZE", "M"])
-def add_parts(
+def splitk_reduce(
     parts_ptr, bias_ptr, y_ptr, SIZE, M, N,
-    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y [experts, M, N], SIZE numbers in all, as the sum of PARTS, in their order, and what ends every product,
+    """y [experts, M, N], SIZE numbers in all, as the sum of SPLIT_K, in their order, and what ends every product,
     with a bias [experts, N]."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
     total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(PARTS):
+    for part in tl.static_range(SPLIT_K):
         total += tl.load(parts_ptr + part * SIZE.to(tl.int64) + at, mask=mask, other=0.0)
     bias = bias_ptr + at // (M.to(tl.int64) * N) * N + at % N
-    finish(total, bias, mask, y_ptr + at, mask, HAS_BIAS, EPILOGUE)
+    store_output(total, bias, mask, y_ptr + at, mask, HAS_BIAS, EPILOGUE)

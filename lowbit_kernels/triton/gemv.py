@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import _FLOATS, _INTEGERS, eight, field, halves, load_words, numbers, scale_of
-from .ends import finish
+from .codes import _FLOATS, _INTEGERS, field, fp4_pairs, load_words, numbers, scale_of, split8
+from .epilogue import store_output
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def store_sums(
         y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
     if HAS_OUTER:
         y *= tl.load(outer_ptr)
-    finish(y, bias_ptr + n, n_mask, y_ptr + n, n_mask, HAS_BIAS, EPILOGUE)
+    store_output(y, bias_ptr + n, n_mask, y_ptr + n, n_mask, HAS_BIAS, EPILOGUE)
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def gemv(
     SPECIAL: tl.constexpr, FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """ROWS numbers of ``y``: WORDS words of each row at a time, whose fields meet every eighth column of x.
@@ -54,7 +54,7 @@ def gemv(
     AT: tl.constexpr = 4 if BITS < 8 else 0
     UNIT: tl.constexpr = FACTOR / (1 << AT)
     PAIRS: tl.constexpr = KIND == _FLOATS and BITS == 4 and SPECIAL == 0
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n_mask = n < N
@@ -65,7 +65,7 @@ def gemv(
     column = tl.arange(0, 8 * WORDS)
     total = tl.zeros([ROWS, WORDS], tl.float32)
     a, b, c = load_words(rows, n_mask, word, K, BITS, ALIGNED, EVEN)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     for first in range(0, K, 8 * WORDS):
         here = first // 8 + word
@@ -78,7 +78,7 @@ def gemv(
             x = tl.load(x_ptr + (first + column) * stride_x)
         else:
             x = tl.load(x_ptr + (first + column) * stride_x, mask=first + column < K, other=0.0)
-        xs = eight(tl.reshape(x.to(tl.float32), [WORDS, 8]))
+        xs = split8(tl.reshape(x.to(tl.float32), [WORDS, 8]))
         if ZERO != 1:
             zero = 8388608.0 + (FLIP << AT)
         if GROUP > 0:
@@ -97,7 +97,7 @@ def gemv(
         if PAIRS:
             part = tl.zeros([ROWS, WORDS], tl.float32)
             for j in tl.static_range(4):
-                low, high = halves(a, j, MANTISSA, FACTOR)
+                low, high = fp4_pairs(a, j, MANTISSA, FACTOR)
                 part += low * xs[j][None, :]
                 part += high * xs[j + 4][None, :]
         else:

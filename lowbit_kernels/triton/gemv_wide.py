@@ -7,12 +7,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import _INTEGERS, eight, scale_of
+from .codes import _INTEGERS, scale_of, split8
 from .gemv import store_sums
 
 
 @triton.jit
-def _four(words):
+def split4(words):
     """``words`` [R, 4 B] as four tensors [R, B]: every fourth column."""
     even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2]))
     a, c = tl.split(even)
@@ -44,7 +44,7 @@ _BOTH_HALVES = tl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt
 
 
 @triton.jit
-def _halves(both, ON_CUDA: tl.constexpr):
+def _split_f16x2(both, ON_CUDA: tl.constexpr):
     """The lower and the upper float16 of each word, as float32."""
     if ON_CUDA:  # else the compiler moves the upper one down before it converts
         low, high = tl.inline_asm_elementwise(
@@ -64,7 +64,7 @@ def _floats(part, words, xs, MANTISSA: tl.constexpr, ON_CUDA: tl.constexpr):
         sign = words if j == 3 else words << (12 - 4 * j)
         size = words << (low - 4 * j) if low >= 4 * j else words >> (4 * j - low)
         both = (sign & -2147450880) | (size & (0x00070007 << low))  # -2147450880: 0x80008000
-        first, second = _halves(both, ON_CUDA)
+        first, second = _split_f16x2(both, ON_CUDA)
         part += first * xs[j][None, :]
         part += second * xs[j + 4][None, :]
     return part
@@ -77,7 +77,7 @@ def gemv_wide(
     KIND: tl.constexpr, FLIP: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr,
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
-    FULL: tl.constexpr, EARLY: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
+    FULL: tl.constexpr, PDL: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """ROWS numbers of ``y``: QUADS times four words of each row at a time. K, and GROUP if it is not 0 (one scale a row) or
     16 (with no zero points), are multiples of 32; rows lie at multiples of 16 bytes.
@@ -86,7 +86,7 @@ def gemv_wide(
     the weight is masked along K, and every such K has the same kernel.
     """
     NOTHING: tl.constexpr = None if FULL else 0
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n_mask = n < N
@@ -103,7 +103,7 @@ def gemv_wide(
         word = first * 4 + each
         mask = None if FULL else (quad < quads)[None, :]
         mask_words = None if FULL else (word < quads * 4)[None, :]
-        words = _four(tl.load(rows[:, None] + word[None, :], mask=mask_words, other=NOTHING))
+        words = split4(tl.load(rows[:, None] + word[None, :], mask=mask_words, other=NOTHING))
         if GROUP > 0:
             group = (quad // (GROUP // 32) if GROUP >= 32 else quad * 2) + nothing
             group = tl.max_contiguous(group, QUADS)[None, :]  # not so, but it keeps the threads in a row
@@ -120,13 +120,13 @@ def gemv_wide(
         zeros = ((zero + magic).to(tl.float32, bitcast=True),)
         for j in tl.static_range(1, 5):
             zeros = zeros + (((zero << (4 * j)) + magic).to(tl.float32, bitcast=True),)  # type: ignore[assignment] # noqa: RUF005
-        if EARLY:
+        if PDL:
             tl.extra.cuda.gdc_wait()  # the first time; then it has nothing to wait for
         part = tl.zeros([ROWS, QUADS], tl.float32)
         for t in tl.static_range(4):
             there_x = x_ptr + (quad * 32 + t * 8)[:, None] + column[None, :]
             x = tl.load(there_x, mask=(quad >= begin if FULL else quad < quads)[:, None], other=0.0)
-            xs = eight(x.to(tl.float32))
+            xs = split8(x.to(tl.float32))
             if KIND == _INTEGERS:
                 part = _integers(part, words[t] ^ -2004318072 if FLIP == 8 else words[t], xs, zeros, magic)
             else:

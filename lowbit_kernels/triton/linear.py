@@ -12,13 +12,23 @@ import torch
 from torch import Tensor
 
 from lowbit.decoding import FLOATS, INTEGERS, POWERS
-from lowbit.formats import FormatsThat, format_named
+from lowbit.formats import FormatSet, get_format
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from ..epilogues import EPILOGUES
 from ..registry import Call, Kernel, register
-from .blocks import block, narrow, takes_wide
-from .operands import Parts, assembly_for, assembly_for_bytes, at_most, launch_options, on_cuda, on_device, ramp, starts_early
+from .blocks import block, narrow, supports_wide
+from .operands import (
+    Parts,
+    assembly_for,
+    assembly_for_bytes,
+    launch_options,
+    on_cuda,
+    on_device,
+    ramp,
+    register_limit,
+    supports_pdl,
+)
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
@@ -39,7 +49,7 @@ def gemv_linear(
     row = x.reshape(k)
     weight = Parts(packed, scale, zero_point, outer, scheme, k)
     size = block("gemv", x.device, scheme, x.dtype, 1, n, k)
-    if "QUADS" in size and not (takes_wide(scheme, x.dtype, k) and row.stride(0) == 1 and weight.on_sixteen_bytes):
+    if "QUADS" in size and not (supports_wide(scheme, x.dtype, k) and row.stride(0) == 1 and weight.rows_on_16_bytes):
         size = narrow(n, k)
     with on_device(x.device):
         (_gemv_wide if "QUADS" in size else _gemv)(row, weight, bias, y, n, k, dict(size), epilogue)
@@ -55,7 +65,7 @@ def _gemv(
         row, *weight.pointers, row if bias is None else bias.contiguous(), *weight.tables, y, n, k, 0, row.stride(0),
         *weight.strides, **weight.constants, HAS_BIAS=bias is not None, EPILOGUE=epilogue,
         EVEN=weight.constants["ALIGNED"] and k % (8 * size["WORDS"]) == 0,
-        EARLY=starts_early(row.device), ASM=assembly_for_bytes(weight.scheme, row.device), **size, **launch_options(row.device),
+        PDL=supports_pdl(row.device), ASM=assembly_for_bytes(weight.scheme, row.device), **size, **launch_options(row.device),
     )  # fmt: skip
 
 
@@ -68,7 +78,7 @@ def _gemv_wide(
     gemv_wide[(-(-n // size["ROWS"]),)](
         row, *weight.pointers, row if bias is None else bias.contiguous(), weight.tables[1], y, n, k, 0x4B000000,
         *weight.strides, **constants, HAS_BIAS=bias is not None, EPILOGUE=epilogue, FULL=k >= 32 * size["QUADS"],
-        EARLY=starts_early(row.device), ON_CUDA=on_cuda(row.device), **size, **launch_options(row.device),
+        PDL=supports_pdl(row.device), ON_CUDA=on_cuda(row.device), **size, **launch_options(row.device),
     )  # fmt: skip
 
 
@@ -77,22 +87,22 @@ def _gemv_wide(
 
 def _exact_in_sixteen_bits(name: str) -> bool:
     """Whether the kernel makes the numbers of a format in bfloat16 and in float16 without rounding them."""
-    fmt = format_named(name)
-    how, bits = fmt.decoding, fmt.bits
-    return how.kind == INTEGERS or (how.kind == FLOATS and bits - 1 - how.mantissa <= 5)
+    fmt = get_format(name)
+    dec, bits = fmt.decoding, fmt.bits
+    return dec.kind == INTEGERS or (dec.kind == FLOATS and bits - 1 - dec.mantissa <= 5)
 
 
-def how_to_scale(scheme: Scheme, k: int, words: int, dtype: torch.dtype) -> int:
-    """``HOW`` of :func:`.gemm.gemm`: 0 where the numbers are exact in ``dtype`` and a group is a whole number of blocks."""
-    how = scheme.fmt.decoding
+def scale_mode(scheme: Scheme, k: int, words: int, dtype: torch.dtype) -> int:
+    """``SCALE_MODE`` of :func:`.gemm.gemm`: 0 where numbers are exact in ``dtype`` and a group is a whole number of blocks."""
+    dec = scheme.fmt.decoding
     group = 0 if scheme.group(k) >= k else scheme.group_size
     exact = (_exact_in_sixteen_bits(scheme.format) or dtype == torch.float32) and scheme.zero_point != "float"
     if exact and group % (8 * words) == 0:
         return 0
     kept = scheme.scale == "bf16" or (
-        scheme.scale not in PLAIN_SCALES and format_named(scheme.scale).decoding.kind in (FLOATS, POWERS)
+        scheme.scale not in PLAIN_SCALES and get_format(scheme.scale).decoding.kind in (FLOATS, POWERS)
     )
-    whole = how.kind != INTEGERS or how.factor == 1
+    whole = dec.kind != INTEGERS or dec.factor == 1
     return 1 if exact and whole and kept and dtype == torch.bfloat16 else 2
 
 
@@ -126,7 +136,7 @@ def grouped_linear(
 
 def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Scheme, epilogue: str) -> Tensor:
     """``x`` [E, M, K] times the experts' weights, [E, M, N]."""
-    from .gemm import add_parts, gemm, spread
+    from .gemm import gemm, interleave_x, splitk_reduce
 
     experts, m, k = x.shape
     y = torch.empty(experts, m, n, dtype=x.dtype, device=x.device)
@@ -134,32 +144,33 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
         return EPILOGUES[epilogue].run(y.zero_() if bias is None else y.copy_(bias.reshape(-1, 1, n)))
     rows = x.reshape(-1, k)
     config = dict(block("gemm", x.device, scheme, x.dtype, m, n, k))
-    parts, registers = config.pop("PARTS"), config.pop("REGISTERS", None)
+    parts, registers = config.pop("SPLIT_K"), config.pop("REGISTERS", None)
     words = -(-k // (8 * config["WORDS"])) * config["WORDS"]
     columns = torch.empty(experts * m, 8 * words, dtype=x.dtype, device=x.device)
-    early, options = starts_early(x.device), launch_options(x.device)
+    pdl, options = supports_pdl(x.device), launch_options(x.device)
     out = y if parts == 1 else torch.empty(parts, experts * m, n, dtype=torch.float32, device=x.device)
     shift = y if bias is None else bias.contiguous()
-    how = how_to_scale(scheme, k, config["WORDS"], x.dtype)
+    mode = scale_mode(scheme, k, config["WORDS"], x.dtype)
     blocks = -(-m // config["BLOCK_M"]) * -(-n // config["BLOCK_N"])
     sizes = (m, experts * m, n, k, words)
     even = weight.constants["ALIGNED"] and k % (8 * config["WORDS"]) == 0
     with on_device(x.device):
-        spread[experts * m, -(-words // 256)](
+        interleave_x[experts * m, -(-words // 256)](
             rows, columns, k, words, rows.stride(0), rows.stride(1),
-            EARLY=early, WORDS=config["WORDS"], BLOCK=256, num_warps=4, **options,
+            PDL=pdl, WORDS=config["WORDS"], BLOCK=256, num_warps=4, **options,
         )  # fmt: skip
         gemm[blocks, parts, experts](
             columns, *weight.pointers, shift, *weight.tables, ramp(x.device), out, *sizes, *weight.strides,
-            **weight.constants, HAS_BIAS=bias is not None and parts == 1, EPILOGUE=epilogue if parts == 1 else "none", HOW=how,
-            EVEN=even, WHOLE=weight.groups_in_words, EARLY=early,
-            AHEAD=_AHEAD if early and even and weight.on_sixteen_bytes and m > 32 else 0,
-            ASM=assembly_for(scheme, x), **config, **options, **at_most(registers, x.device),
+            **weight.constants, HAS_BIAS=bias is not None and parts == 1, EPILOGUE=epilogue if parts == 1 else "none",
+            SCALE_MODE=mode,
+            EVEN=even, WHOLE=weight.groups_are_word_aligned, PDL=pdl,
+            PREFETCH=_PREFETCH_STEPS if pdl and even and weight.rows_on_16_bytes and m > 32 else 0,
+            ASM=assembly_for(scheme, x), **config, **options, **register_limit(registers, x.device),
         )  # fmt: skip
         if parts > 1:
-            add_parts[(-(-y.numel() // 1024),)](
+            splitk_reduce[(-(-y.numel() // 1024),)](
                 out, shift, y, y.numel(), m, n,
-                HAS_BIAS=bias is not None, EPILOGUE=epilogue, EARLY=early, PARTS=parts, BLOCK=1024, num_warps=4, **options,
+                HAS_BIAS=bias is not None, EPILOGUE=epilogue, PDL=pdl, SPLIT_K=parts, BLOCK=1024, num_warps=4, **options,
             )  # fmt: skip
     return y
 
@@ -211,8 +222,8 @@ def _interprets() -> str | None:
     return None
 
 
-_MOST = 64  # rows of x above which a dequantized weight and the library's own product are faster
-_AHEAD = 8  # steps of triton_gemm whose codes come while the kernel ahead ends; for fewer rows of x it was slower
+_MAX = 64  # rows of x above which a dequantized weight and the library's own product are faster
+_PREFETCH_STEPS = 8  # steps of triton_gemm whose codes come while the kernel ahead ends; for fewer rows of x it was slower
 _WORDS = 16  # words of eight codes that a block of triton_gemm takes at a time: the least that a product of tensor cores takes
 
 
@@ -220,7 +231,7 @@ def _whole_blocks(size: int) -> str | None:
     return None if size == -1 or size % (8 * _WORDS) == 0 else f"takes -1 (the whole row) and multiples of {8 * _WORDS}"
 
 
-def _quicker_than_gemv(call: Call) -> str | None:
+def _defer_gemv(call: Call) -> str | None:
     """A large weight of odd width meets even one row faster on the tensor cores: putting its codes together from two planes takes
     triton_gemv, which does it for one code at a time, longer than reading them."""
     return "triton_gemm" if call.scheme.bits % 2 and call.n * call.k >= 1 << 25 else None
@@ -236,17 +247,17 @@ _GEMV = Kernel(
     dtypes=_DTYPES,
     m=(1, 1),
     available=compiles,
-    quicker=_quicker_than_gemv,
-    epilogues=EPILOGUES.own(),
+    defer_to=_defer_gemv,
+    epilogues=EPILOGUES.builtin_names(),
     tiles=((1, 4, 1024), (1, 4, 2048)),
 )
 _GEMM = dataclasses.replace(
     _GEMV,
     name="triton_gemm",
     run=gemm_linear,
-    m=(1, _MOST),
-    quicker=lambda call: None,
-    formats=FormatsThat(lambda fmt: _exact_in_sixteen_bits(fmt.name)),
+    m=(1, _MAX),
+    defer_to=lambda call: None,
+    formats=FormatSet(lambda fmt: _exact_in_sixteen_bits(fmt.name)),
     zero_points=frozenset({"none", "int"}),
     groups=_whole_blocks,
     tiles=((16, 64, 128), (64, 128, 128), (128, 128, 128)),
@@ -256,9 +267,9 @@ _ROUNDED = dataclasses.replace(
 )
 ON_A_CPU: dict[str, Any] = {"devices": frozenset({"cpu"}), "available": _interprets, "on_request": True}
 
-_GROUPED = dataclasses.replace(_GEMM, name="triton_grouped", op="grouped_linear", run=grouped_linear, m=(1, None))
+_GROUPED = dataclasses.replace(_GEMM, name="triton_grouped_gemm", op="grouped_linear", run=grouped_linear, m=(1, None))
 _GROUPED_ROUNDED = dataclasses.replace(
-    _ROUNDED, name="triton_grouped_rounded", op="grouped_linear", run=grouped_linear, m=(1, None)
+    _ROUNDED, name="triton_grouped_gemm_rounded", op="grouped_linear", run=grouped_linear, m=(1, None)
 )
 
 for _row, _rows in ((_GEMV, 1), (_GEMM, 17), (_ROUNDED, 17), (_GROUPED, 3), (_GROUPED_ROUNDED, 3)):

@@ -15,7 +15,7 @@ def rms_norm_quantize(
     x_ptr, weight_ptr, codes_ptr, scale_ptr, K, share, eps, stride_x,
     BITS: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, FIRST: tl.constexpr, INVERSE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, NAN: tl.constexpr, COUNT: tl.constexpr, REACH: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token of ``x`` [M, K], held whole: its codes [M, K] and its scale [M]. ``REACH``: the number of the largest. ``share``:
     1 / K, what a square counts for in the mean.
@@ -26,11 +26,11 @@ def rms_norm_quantize(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = None if EVEN else column < K
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + column, mask=mask, other=None if EVEN else 0.0).to(tl.float32)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * stride_x + column, mask=mask, other=None if EVEN else 0.0).to(tl.float32)
     numbers = x * weight if HAS_WEIGHT else x

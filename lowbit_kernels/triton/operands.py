@@ -9,27 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.catalog import kept
+from lowbit.catalog import cached
 from lowbit.decoding import TABLE
-from lowbit.formats import format_named
+from lowbit.formats import get_format
 from lowbit.scheme import PLAIN_SCALES, Scheme
 
 from .assembly import assembly, bytes_as_floats
 from .encodings import table_of
 
 
-@kept(maxsize=256)
-def how_of(scheme: Scheme) -> dict[str, Any]:
+@cached(maxsize=256)
+def scheme_constants(scheme: Scheme) -> dict[str, Any]:
     """The compile-time constants that every kernel takes from the scheme."""
-    how = scheme.fmt.decoding
-    scale = None if scheme.scale in PLAIN_SCALES else format_named(scheme.scale).decoding
+    dec = scheme.fmt.decoding
+    scale = None if scheme.scale in PLAIN_SCALES else get_format(scheme.scale).decoding
     return {
         "BITS": scheme.bits,
-        "KIND": how.kind,
-        "FLIP": how.flip,
-        "MANTISSA": how.mantissa,
-        "SPECIAL": how.special,
-        "FACTOR": how.factor,
+        "KIND": dec.kind,
+        "FLIP": dec.flip,
+        "MANTISSA": dec.mantissa,
+        "SPECIAL": dec.special,
+        "FACTOR": dec.factor,
         "SCALE_KIND": -1 if scale is None else scale.kind,
         "SCALE_MANTISSA": 0 if scale is None else scale.mantissa,
         "SCALE_SPECIAL": 0 if scale is None else scale.special,
@@ -52,25 +52,25 @@ class Parts:
     def __init__(self, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, scheme: Scheme, k: int) -> None:
         packed, scale = _rows_contiguous(packed), _rows_contiguous(scale)
         zero = None if zero is None else _rows_contiguous(zero)
-        how = how_of(scheme)
-        table = table_of(scheme.format, packed.device) if how["KIND"] == TABLE else scale
-        scales = table_of(scheme.scale, packed.device) if how["SCALE_KIND"] == TABLE else scale
+        dec = scheme_constants(scheme)
+        table = table_of(scheme.format, packed.device) if dec["KIND"] == TABLE else scale
+        scales = table_of(scheme.scale, packed.device) if dec["SCALE_KIND"] == TABLE else scale
         self.scheme = scheme
         self.pointers = (packed, scale, scale if zero is None else zero, scale if outer is None else outer)
         self.tables = (table, scales)
         self.strides = (packed.stride(0), scale.stride(0), 0 if zero is None else zero.stride(0))
-        self.constants = how | {"ALIGNED": _aligned(packed, scheme, k)}
+        self.constants = dec | {"ALIGNED": _aligned(packed, scheme, k)}
         if scheme.group(k) >= k:
             self.constants["GROUP"] = 0
 
     @property
-    def groups_in_words(self) -> bool:
+    def groups_are_word_aligned(self) -> bool:
         """Whether rows of scales and of zero points start at multiples of four bytes."""
         parts = zip(self.pointers[1:3], self.strides[1:], strict=True)
         return all(part.data_ptr() % 4 == 0 and stride * part.element_size() % 4 == 0 for part, stride in parts)
 
     @property
-    def on_sixteen_bytes(self) -> bool:
+    def rows_on_16_bytes(self) -> bool:
         """Whether rows of codes start at multiples of 16 bytes."""
         return self.strides[0] % 16 == 0 and self.pointers[0].data_ptr() % 16 == 0
 
@@ -88,7 +88,7 @@ def ramp(device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def starts_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether kernels may start before those ahead of them have ended."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -105,7 +105,7 @@ def assembly_for(scheme: Scheme, x: Tensor) -> str:
     return assembly(scheme.fmt.decoding, scheme.bits, scheme.zero_point != "none", x.dtype)
 
 
-@kept(maxsize=256)
+@cached(maxsize=256)
 def assembly_for_bytes(scheme: Scheme, device: torch.device) -> str:
     """What makes words of four codes numbers in float32; empty where that is left to the compiler."""
     if not on_cuda(device):
@@ -116,10 +116,10 @@ def assembly_for_bytes(scheme: Scheme, device: torch.device) -> str:
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     # A fused multiply-add rounds once less; Triton warns where nobody chooses.
-    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if starts_early(device) else {})
+    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if supports_pdl(device) else {})
 
 
-def at_most(registers: int | None, device: torch.device) -> dict[str, Any]:
+def register_limit(registers: int | None, device: torch.device) -> dict[str, Any]:
     """What holds a kernel to as many registers a thread; other vendors' compilers have no such option."""
     return {"maxnreg": registers} if registers is not None and on_cuda(device) else {}
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.catalog import kept
+from lowbit.catalog import cached
 from lowbit.decoding import FLOATS
-from lowbit.formats import FORMATS, FormatsThat, format_named
+from lowbit.formats import FORMATS, FormatSet, get_format
 from lowbit.packing import packed_size
 from lowbit.scales import outer_scale
 from lowbit.scheme import PLAIN_SCALES, Scheme
@@ -26,8 +26,8 @@ __all__ = ["quantize", "round_rows"]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _WORDS = 2048  # of eight numbers, that a block holds at most
-_MOST_COLUMNS = 1 << 18  # of a group: blocks of them stand one behind the other in the kernel
-_MOST_GROUPS = 65535  # of a row: the second axis of a grid
+_MAX_COLUMNS = 1 << 18  # of a group: blocks of them stand one behind the other in the kernel
+_MAX_GROUPS = 65535  # of a row: the second axis of a grid
 _ELEMENTS = 4096  # numbers a block has where rows are short
 
 
@@ -94,24 +94,24 @@ def _as_bits(tensor: Tensor) -> Tensor:
 
 def quantize_config(r: int, k: int, group: int) -> dict[str, int]:
     """Rows, words and warps of a block; ``group``: 0, the whole row."""
-    most = _power_above(-(-(group or k) // 8))
-    words = min(most, _WORDS)
+    limit = _power_above(-(-(group or k) // 8))
+    words = min(limit, _WORDS)
     rows = max(1, min(_ELEMENTS // (8 * words), _power_above(r)))
-    return {"ROWS": rows, "WORDS": words, "STEPS": most // words, "num_warps": max(1, min(16, rows * words // 128))}
+    return {"ROWS": rows, "WORDS": words, "STEPS": limit // words, "num_warps": max(1, min(16, rows * words // 128))}
 
 
 def _power_above(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@kept(maxsize=256)
+@cached(maxsize=256)
 def constants(scheme: Scheme, method: str = "range") -> dict[str, Any]:
     """The compile-time constants that the kernel takes from the scheme and from how scales are chosen."""
-    how, fmt = encoding(scheme.format), scheme.fmt
-    assert how is not None, "the row refuses such a format"
+    dec, fmt = encoding(scheme.format), scheme.fmt
+    assert dec is not None, "the row refuses such a format"
     scale, as_number = Encoding(FLOATS), None
     if scheme.scale not in (*PLAIN_SCALES, "e8m0"):
-        found, as_number = encoding(scheme.scale), format_named(scheme.scale).decoding
+        found, as_number = encoding(scheme.scale), get_format(scheme.scale).decoding
         assert found is not None
         scale = found
     symmetric = scheme.zero_point == "none"
@@ -119,7 +119,7 @@ def constants(scheme: Scheme, method: str = "range") -> dict[str, Any]:
     reach = scheme.reach if symmetric and method == "range" else even
     power_of = fmt.symmetric_max if symmetric else fmt.max / 2
     return {
-        "BITS": scheme.bits, **how.constants,
+        "BITS": scheme.bits, **dec.constants,
         "SCALE": scheme.scale if scheme.scale in (*PLAIN_SCALES, "e8m0") else "codes",
         "SCALE_MANTISSA": scale.mantissa, "SCALE_FIRST": scale.first, "SCALE_HIGH": scale.high,
         "SCALE_SPECIAL": 0 if as_number is None else as_number.special,
@@ -141,14 +141,14 @@ def _refusal(call: Call) -> str | None:
     """Methods, formats and scales, of which anyone may add some, and rows that are too long."""
     if call.method not in (None, "range", "absmax"):
         return f"method: takes range and absmax, got {call.method}"
-    if call.scheme.groups(call.k) > _MOST_GROUPS or call.scheme.group(call.k) > _MOST_COLUMNS:
-        return f"K: takes {_MOST_GROUPS} groups, and {_MOST_COLUMNS} columns in one, got {call.k}"
+    if call.scheme.groups(call.k) > _MAX_GROUPS or call.scheme.group(call.k) > _MAX_COLUMNS:
+        return f"K: takes {_MAX_GROUPS} groups, and {_MAX_COLUMNS} columns in one, got {call.k}"
     if encoding(call.scheme.format) is None:
         return f"format: takes integers, floats and short tables, got {call.scheme.format}"
     if (name := call.scheme.scale) in (*PLAIN_SCALES, "e8m0"):
         return None
-    how = encoding(name)
-    fits = how is not None and how.kind == FLOATS and FORMATS[name].bits == 8
+    dec = encoding(name)
+    fits = dec is not None and dec.kind == FLOATS and FORMATS[name].bits == 8
     return None if fits else f"scale: takes plain ones, e8m0 and floats of eight bits, got {name}"
 
 
@@ -158,11 +158,11 @@ _QUANTIZE = Kernel(
     quantize,
     "round to nearest",
     devices=frozenset({"cuda", "xpu"}),
-    formats=FormatsThat(lambda fmt: encoding(fmt.name) is not None),
+    formats=FormatSet(lambda fmt: encoding(fmt.name) is not None),
     groups=_groups,
     dtypes=_DTYPES,
     available=compiles,
-    also=_refusal,
+    predicate=_refusal,
 )
 
 

@@ -67,8 +67,8 @@ def _store_plane(rows, mask, word, codes, K, WIDTH: tl.constexpr, AT: tl.constex
     else:
         for byte in tl.static_range(WIDTH):
             column = word * WIDTH + byte
-            there = mask & (column < (K * WIDTH + 7) // 8)[None, :]
-            tl.store(rows[:, None] + column[None, :], ((words >> (8 * byte)) & 0xFF).to(tl.uint8), mask=there)
+            target = mask & (column < (K * WIDTH + 7) // 8)[None, :]
+            tl.store(rows[:, None] + column[None, :], ((words >> (8 * byte)) & 0xFF).to(tl.uint8), mask=target)
 
 
 @triton.jit
@@ -79,8 +79,8 @@ def store_codes(rows, mask, word, codes, K, BITS: tl.constexpr, ALIGNED: tl.cons
     """
     if BITS == 8:
         column = word[:, None] * 8 + tl.arange(0, 8)[None, :]
-        there = mask[:, :, None] & (column < K)[None, :, :]
-        tl.store(rows[:, None, None] + column[None, :, :], codes.to(tl.uint8), mask=there)
+        target = mask[:, :, None] & (column < K)[None, :, :]
+        tl.store(rows[:, None, None] + column[None, :, :], codes.to(tl.uint8), mask=target)
     else:
         FIRST: tl.constexpr = 4 if BITS >= 4 else 2 if BITS >= 2 else 1
         _store_plane(rows, mask, word, codes, K, FIRST, 0, ALIGNED)

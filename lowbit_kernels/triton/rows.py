@@ -85,7 +85,7 @@ _DEQUANTIZE = Kernel(
 _EMBEDDING = dataclasses.replace(_DEQUANTIZE, name="triton_embedding", op="embedding", run=embedding)
 
 
-_LINEAR = dataclasses.replace(_DEQUANTIZE, name="triton_dequantized_linear", op="linear", run=dequantized_linear, m=(1, None))
+_LINEAR = dataclasses.replace(_DEQUANTIZE, name="triton_dequant_gemm", op="linear", run=dequantized_linear, m=(1, None))
 
 
 def _widened(run: Any, scale_at: int) -> Any:

@@ -26,16 +26,16 @@ SHIPPED = Path(__file__).parent / "measured"
 _VERSION = 1
 
 Blocks = dict[str, dict[str, int]]
-KERNELS = ("gemv", "gemm", "eights")
+KERNELS = ("gemv", "gemm", "w8a8_gemm")
 _FIELDS = {
     "gemv": ({"ROWS", "WORDS", "num_warps"}, {"ROWS", "QUADS", "num_warps"}),
     "gemm": (
-        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS"},
-        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "PARTS", "REGISTERS"},  # the most that a thread may take
+        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "SPLIT_K"},
+        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "SPLIT_K", "REGISTERS"},  # the most that a thread may take
     ),
-    "eights": ({"BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "STAGES"},),
+    "w8a8_gemm": ({"BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "STAGES"},),
 }
-_MOST = {"num_warps": 16, "STAGES": 8, "PARTS": 64}
+_MAX = {"num_warps": 16, "STAGES": 8, "SPLIT_K": 64}
 
 
 def described(device: torch.device) -> dict[str, Any]:
@@ -122,9 +122,9 @@ def is_block(kernel: str, found: object) -> bool:
     if kernel not in _FIELDS or not isinstance(found, Mapping) or set(found) not in _FIELDS[kernel]:
         return False
     for name, size in found.items():
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST.get(name, 2048):
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MAX.get(name, 2048):
             return False
-        if name not in ("STAGES", "PARTS") and size & (size - 1):
+        if name not in ("STAGES", "SPLIT_K") and size & (size - 1):
             return False
     return kernel == "gemv" or all(found[name] >= 8 for name in found if name.startswith("BLOCK") or name == "WORDS")
 

@@ -92,15 +92,15 @@ def test_an_architecture_computes_with_its_dequantized_weights_and_comes_back_fr
     model = build(name)
     dense = copy.deepcopy(model)
     plan = quantize_(model, "int8")
-    assert len(plan.changed) == MODELS[name][3]
-    for layer in plan.changed:
+    assert len(plan.quantized) == MODELS[name][3]
+    for layer in plan.quantized:
         name_of = layer.name if layer.kind == "experts" else f"{layer.name}.weight"
         weight = model.get_parameter(name_of).dequantize()
         with torch.no_grad():
             dense.get_parameter(name_of).copy_(weight.t() if layer.kind == "conv1d" else weight)
     with lowbit.trace_kernels() as trace:
         got = output(name, model)
-    assert sum(trace.kernels().values()) >= len(plan.changed)
+    assert sum(trace.kernels().values()) >= len(plan.quantized)
     torch.testing.assert_close(got, output(name, dense), rtol=1e-4, atol=1e-4)
     lowbit.save(model, tmp_path)
     assert torch.equal(output(name, lowbit.load(tmp_path).eval()), got)
@@ -113,7 +113,7 @@ def test_a_plan_speaks_of_every_weight(name: str) -> None:
     spoken = {f"{n}.weight" for layer in plan.layers for n in layer.names} | {n for layer in plan.layers for n in layer.names}
     assert [n for n, p in model.named_parameters(remove_duplicate=False) if p.dim() > 1 and n not in spoken] == []
     assert plan.bytes_before == sum(p.nbytes for p in model.parameters() if p.dim() > 1)
-    assert all(layer.reason for layer in plan.kept)
+    assert all(layer.reason for layer in plan.skipped)
 
 
 def test_a_head_that_shares_its_bias_keeps_sharing_it() -> None:

@@ -195,9 +195,9 @@ def test_inlined_layers_are_plain_pytorch(case: str, scheme: str) -> None:
 @pytest.mark.sampled(count=3)
 @pytest.mark.parametrize("scheme", ["int4", "int3", "int8", "fp6", "fp6_e3m2", "mxfp4", "nvfp4"])
 def test_a_compiler_sees_through_tiles(scheme: str) -> None:
-    weight = QTensor.quantize(torch.randn(20, 96, generator=torch.Generator().manual_seed(1)), scheme).to_layout("tiles")
+    weight = QTensor.quantize(torch.randn(20, 96, generator=torch.Generator().manual_seed(1)), scheme).to_layout("mma_fragment")
     module = QLinear(weight)
-    assert module.weight.byte_layout == "tiles"
+    assert module.weight.byte_layout == "mma_fragment"
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad(), lowbit.inline():
         for m in (2, 5):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowbit
 from tests.ecosystem.test_compile import Counting
-from tests.ecosystem.test_surroundings import SCHEMES
+from tests.ecosystem.test_module_state import SCHEMES
 from tests.ecosystem.test_torch import dense, layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, while it compiles

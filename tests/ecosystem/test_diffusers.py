@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lowbit
 from lowbit import Config, QLinear
-from lowbit.pretrained import arrival
+from lowbit.pretrained import import_hooks
 from tests.support.optional import from_python_311
 
 diffusers = from_python_311("diffusers")
@@ -75,12 +75,12 @@ def test_quantized_saved_and_loaded(name: str, scheme: str, floats: Path, tmp_pa
     assert not torch.equal(wanted, output(MODELS[name]()))
     loaded = kind.from_pretrained(floats / name, quantization_config=Config(scheme))
     assert torch.equal(output(loaded), wanted)
-    assert len(loaded.hf_quantizer.plan.changed) == sum(isinstance(module, QLinear) for module in loaded.modules()) > 5
+    assert len(loaded.hf_quantizer.plan.quantized) == sum(isinstance(module, QLinear) for module in loaded.modules()) > 5
     for i, each in enumerate((model, loaded, copy.deepcopy(loaded))):
         each.save_pretrained(tmp_path / str(i), max_shard_size=("10GB", "20KB", "10GB")[i])
-        again, told = kind.from_pretrained(tmp_path / str(i), output_loading_info=True)
+        again, reported = kind.from_pretrained(tmp_path / str(i), output_loading_info=True)
         assert torch.equal(output(again), wanted)
-        assert not any(told.values()), told
+        assert not any(reported.values()), reported
     size = sum(path.stat().st_size for path in (tmp_path / "0").glob("*.safetensors"))
     assert size < sum(path.stat().st_size for path in (floats / name).glob("*.safetensors"))
     assert json.loads((tmp_path / "0" / "config.json").read_text())["quantization_config"]["quant_method"] == "lowbit"
@@ -185,6 +185,6 @@ def test_either_may_be_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
         table = dict(getattr(auto, name))
         del table["lowbit"]
         monkeypatch.setattr(auto, name, table)
-    arrival.expect()
+    import_hooks.install()
     assert auto.AUTO_QUANTIZER_MAPPING["lowbit"].__name__ == "LowbitDiffusersQuantizer"
     assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["lowbit"] is Config

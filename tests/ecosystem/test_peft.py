@@ -91,8 +91,8 @@ def layers(model: nn.Module) -> dict[str, QLinear]:
 
 def as_floats(adapted: Any) -> Any:
     """``adapted`` over float layers with the values of its quantized ones."""
-    twin = copy.deepcopy(adapted)
-    for module in list(twin.modules()):
+    duplicate = copy.deepcopy(adapted)
+    for module in list(duplicate.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, QLinear):
                 made: nn.Module = nn.Linear(child.in_features, child.out_features, bias=False)
@@ -102,7 +102,7 @@ def as_floats(adapted: Any) -> Any:
                 continue
             made.weight.data = child.weight.dequantize()
             setattr(module, name, made)
-    return twin
+    return duplicate
 
 
 def assert_rounded(found: nn.Module, before: nn.Module, floats: nn.Module) -> None:
@@ -138,10 +138,10 @@ def test_an_adapter_is_trained_kept_merged_and_taken_out(method: str, scheme: st
 
     floats = as_floats(adapted)
     for safe in (False, True):
-        merged, twin = copy.deepcopy(adapted), copy.deepcopy(floats)
+        merged, duplicate = copy.deepcopy(adapted), copy.deepcopy(floats)
         merged.merge_adapter(safe_merge=safe)
-        twin.merge_adapter(safe_merge=safe)
-        assert_rounded(merged, adapted, twin)
+        duplicate.merge_adapter(safe_merge=safe)
+        assert_rounded(merged, adapted, duplicate)
         apart, back = copy.deepcopy(merged), copy.deepcopy(as_floats(merged))
         apart.unmerge_adapter()
         back.unmerge_adapter()

@@ -60,13 +60,13 @@ def speech() -> tuple[Any, Callable[[Any], Any]]:
     sound = numpy.random.RandomState(0).randn(8000).astype("float32")
 
     def ask(model: Any) -> Any:
-        heard = pipeline(
+        recorded = pipeline(
             "automatic-speech-recognition",
             model=model,
             tokenizer=words,
             feature_extractor=transformers.WhisperFeatureExtractor(),
         )
-        return heard(sound, generate_kwargs={"max_new_tokens": 5})
+        return recorded(sound, generate_kwargs={"max_new_tokens": 5})
 
     return transformers.WhisperForConditionalGeneration(config).eval(), ask
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import lowbit
 from lowbit import CheckpointError, QEmbedding, QLinear, QTensor
-from lowbit.pretrained import quantizer, stream
+from lowbit.pretrained import quantize_on_load, quantizer
 from tests import ROOT
 from tests.support import models, strategies
 
@@ -197,10 +197,10 @@ def test_one_float_weight_at_a_time(floats, monkeypatch):
     def watched(model, entries, layers, *options):
         real = [m.weight for m in model.modules() if type(m) is nn.Linear and not m.weight.is_meta]
         held.append(sum(weight.numel() for weight in real))
-        carry_out(model, entries, layers, *options)
+        apply(model, entries, layers, *options)
 
-    carry_out = stream.replace_layers
-    monkeypatch.setattr(stream, "replace_layers", watched)
+    apply = quantize_on_load.replace_layers
+    monkeypatch.setattr(quantize_on_load, "replace_layers", watched)
     read(floats / "untied", quantization_config=lowbit.Config({"re:.*(proj|head)$": "int8"}))
     assert len(held) == 16
     assert max(held) == 172 * 64
@@ -301,11 +301,11 @@ def test_errors_are_one_line(floats, toy, tmp_path):
     refused(CheckpointError, rf"{second.name}: cannot be opened", lambda: read(sharded))
     refused(
         ValueError,
-        "quantized with LowbitFolder but you are passing",
+        "quantized with QuantizedFolderConfig but you are passing",
         lambda: read(toy, quantization_config=lowbit.Config("int8")),
     )
     bits = BitsAndBytesConfig(load_in_8bit=True)
-    refused(ValueError, "quantized with LowbitFolder but you are passing", lambda: read(toy, quantization_config=bits))
+    refused(ValueError, "quantized with QuantizedFolderConfig but you are passing", lambda: read(toy, quantization_config=bits))
     refused(ValueError, "matches no layer", lambda: read(floats / "tied", quantization_config=lowbit.Config({"x": "int4"})))
     empty = {"quant_method": "lowbit"}
     refused(ValueError, "says nothing of how", lambda: read(floats / "tied", quantization_config=empty))
@@ -362,7 +362,7 @@ import importlib; importlib.reload(lowbit)
 print(*new)
 """
 OWN = [
-    *("lowbit", "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival", "lowbit.version"),
+    *("lowbit", "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.import_hooks", "lowbit.version"),
     *("lowbit_kernels", "lowbit_kernels.rules", "lowbit_kernels.schemas"),
 ]
 

@@ -130,7 +130,7 @@ def data_parallel(scheme: str) -> float:
     return float((steps(nn.parallel.DistributedDataParallel(model)) - steps(alone)).abs().max())
 
 
-def run(rank: int, world: int, port: int, told: Any) -> None:
+def run(rank: int, world: int, port: int, reported: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
@@ -148,7 +148,7 @@ def run(rank: int, world: int, port: int, told: Any) -> None:
             found = task()
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
-        told.put((rank, key, found))
+        reported.put((rank, key, found))
     dist.destroy_process_group()
 
 
@@ -159,11 +159,11 @@ def answers() -> dict[Any, list[Any]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
-    told = context.Queue()
-    processes = mp.spawn(run, args=(2, port, told), nprocs=2, join=False)
+    reported = context.Queue()
+    processes = mp.spawn(run, args=(2, port, reported), nprocs=2, join=False)
     found: dict[Any, list[Any]] = {}
     for _ in range(2 * (2 + 4 * len(SCHEMES))):
-        _, key, what = told.get(timeout=240)
+        _, key, what = reported.get(timeout=240)
         found.setdefault(key, []).append(what)
     processes.join()
     return found
@@ -203,7 +203,7 @@ def test_what_cannot_be_shared_evenly(answers: dict[Any, list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("layout", ["canonical", "interleaved", "tiles"])
+@pytest.mark.parametrize("layout", ["canonical", "interleaved", "mma_fragment"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_gathered_of_every_layout_is_the_weight(scheme: str, layout: str, count: int) -> None:
     """Some layouts have parts that hold nothing, which torch cannot unflatten."""

@@ -151,9 +151,9 @@ def test_a_package_of_aot_inductor(tmp_path: Path) -> None:
 
 def test_what_importing_registers_is_what_is_meant() -> None:
     """Every operator that is named has a meaning, which has an autograd rule."""
-    from lowbit_kernels import ops, token_ops, versions
+    from lowbit_kernels import fused_norm_quant, ops, versions
 
-    meant = ops.OPERATORS | token_ops.OPERATORS | versions.OPERATORS
+    meant = ops.OPERATORS | fused_norm_quant.OPERATORS | versions.OPERATORS
     assert meant.keys() == SCHEMAS.keys() == set(lowbit_operators())
     for name, schema in SCHEMAS.items():
         assert sys.modules[schema.module].OPERATORS[name] is meant[name]

@@ -152,7 +152,7 @@ def _bytes_of_codes() -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
 
 
-def run(rank: int, world: int, port: int, folder: str, told: Any) -> None:
+def run(rank: int, world: int, port: int, folder: str, reported: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
@@ -165,7 +165,7 @@ def run(rank: int, world: int, port: int, folder: str, told: Any) -> None:
                 found = getattr(shared, way.lower().replace(" ", "_"))(scheme)
             except Exception as error:
                 found = f"{type(error).__name__}: {error}"
-            told.put((way, scheme, found))
+            reported.put((way, scheme, found))
     dist.destroy_process_group()
 
 
@@ -183,11 +183,11 @@ def answers(folder: Path) -> dict[tuple[str, str], list[Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    told = mp.get_context("spawn").Queue()
-    processes = mp.spawn(run, args=(2, port, str(folder), told), nprocs=2, join=False)
+    reported = mp.get_context("spawn").Queue()
+    processes = mp.spawn(run, args=(2, port, str(folder), reported), nprocs=2, join=False)
     found: dict[tuple[str, str], list[Any]] = {}
     for _ in range(2 * len(SCHEMES) * len(WAYS)):
-        way, scheme, what = told.get(timeout=240)
+        way, scheme, what = reported.get(timeout=240)
         found.setdefault((way, scheme), []).append(what)
     processes.join()
     return found

@@ -65,7 +65,7 @@ def held(model: Any) -> int:
     return sum(getattr(p, "_local_tensor", p).nbytes for p in model.model.layers.parameters())
 
 
-def run(rank: int, port: int, home: Path, told: Any) -> None:
+def run(rank: int, port: int, home: Path, reported: Any) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -91,7 +91,7 @@ def run(rank: int, port: int, home: Path, told: Any) -> None:
                 found = (*found, str(error))
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
-        told.put((key, found))
+        reported.put((key, found))
     dist.destroy_process_group()
 
 
@@ -112,7 +112,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def told(alone: tuple[Path, dict[str, Any]]) -> dict[Any, list[Any]]:
+def reported(alone: tuple[Path, dict[str, Any]]) -> dict[Any, list[Any]]:
     """What both processes found: starting them takes longer than all that they do."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -131,9 +131,9 @@ def told(alone: tuple[Path, dict[str, Any]]) -> dict[Any, list[Any]]:
 @pytest.mark.works_with("transformers", "tp_plan on a folder and with Config")
 @pytest.mark.parametrize("way", ["folder", "Config"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_two_processes_give_what_one_gives(alone: Any, told: dict[Any, list[Any]], name: str, way: str) -> None:
+def test_two_processes_give_what_one_gives(alone: Any, reported: dict[Any, list[Any]], name: str, way: str) -> None:
     model = alone[1][name]
-    for found in told[name, way]:
+    for found in reported[name, way]:
         assert not isinstance(found, str), found
         logits, size, wrote, refusal = found
         torch.testing.assert_close(torch.tensor(logits), answers(model))  # sums of float32 in two parts
@@ -143,29 +143,29 @@ def test_two_processes_give_what_one_gives(alone: Any, told: dict[Any, list[Any]
 
 
 @pytest.mark.works_with("transformers", "tp_plan on a folder and with Config")
-def test_embeddings_and_heads_that_share_a_weight(alone: Any, told: dict[Any, list[Any]]) -> None:
-    for found in told["tied", "folder"]:
+def test_embeddings_and_heads_that_share_a_weight(alone: Any, reported: dict[Any, list[Any]]) -> None:
+    for found in reported["tied", "folder"]:
         assert not isinstance(found, str), found
         torch.testing.assert_close(torch.tensor(found[0]), answers(alone[1]["tied"]))
-    for found in told["tied", "Config"]:
+    for found in reported["tied", "Config"]:
         assert "model.embed_tokens and lm_head share one weight" in found
         assert "quantize it first (lowbit quantize), and load that folder" in found
 
 
 @pytest.mark.works_with("transformers", "tp_plan on a folder and with Config")
-def test_experts_in_one_parameter(alone: Any, told: dict[Any, list[Any]]) -> None:
-    for found in told["experts", "folder"]:
+def test_experts_in_one_parameter(alone: Any, reported: dict[Any, list[Any]]) -> None:
+    for found in reported["experts", "folder"]:
         assert not isinstance(found, str), found
         torch.testing.assert_close(torch.tensor(found[0]), answers(alone[1]["experts"]))
         assert found[1] < 0.6 * held(alone[1]["experts"])
-    for found in told["experts", "Config"]:
+    for found in reported["experts", "Config"]:
         assert "experts.gate_up_proj is a parameter of its own, which cannot be quantized while processes share" in found
 
 
-def test_what_cannot_be_shared_names_the_layer_and_the_group(told: dict[Any, list[Any]]) -> None:
-    for found in told["rows", "refused"]:
+def test_what_cannot_be_shared_names_the_layer_and_the_group(reported: dict[Any, list[Any]]) -> None:
+    for found in reported["rows", "refused"]:
         assert "model.layers.0.mlp.up_proj, uint4:g128:zint:bf16, cannot be shared by 2 processes" in found
         assert "rows of (173, 64) are not shared evenly" in found
-    for found in told["columns", "refused"]:
+    for found in reported["columns", "refused"]:
         assert "model.layers.0.mlp.down_proj, uint3:g16:zint:bf16, cannot be shared by 2 processes" in found
         assert "multiples of 8, got 0:86" in found

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowbit import QEmbedding, QLinear, QTensor, quantize_
-from tests.ecosystem.test_surroundings import SCHEMES
+from tests.ecosystem.test_module_state import SCHEMES
 
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
 over_schemes = pytest.mark.parametrize("scheme", SCHEMES)

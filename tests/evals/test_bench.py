@@ -11,15 +11,15 @@ import torch
 
 from lowbit import quantize_
 from lowbit.command import run
-from lowbit.evals import figures, gemv, generate, peers, reader, tables, walks
+from lowbit.evals import cold_cache, figures, gemv, generate, peers, read_limit, tables
+from lowbit.evals.cold_cache import Times
 from lowbit.evals.shapes import SHAPES, random_model
-from lowbit.evals.walks import Times
 from lowbit.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)
 def _small_caches(monkeypatch):
-    monkeypatch.setitem(walks.COLD, "cpu", 1 << 20)
+    monkeypatch.setitem(cold_cache.COLD, "cpu", 1 << 20)
 
 
 # ---- gemv ------------------------------------------------------------------------------------------------------------
@@ -43,8 +43,12 @@ def test_gemv_counts_bytes_and_names_kernels(capsys, tmp_path):
 
 def test_gemv_measures_a_layout_and_a_recipe_with_activations(capsys):
     recipe = "int8_dynamic_activation_int8_weight"
-    found = gemv.measure(["int4", recipe], [(512, 512)], (1,), repeats=1, layout="tiles")
-    assert [(r["scheme"], r["layout"]) for r in found["rows"]] == [("float", "rows"), ("int4", "tiles"), (recipe, "tiles")]
+    found = gemv.measure(["int4", recipe], [(512, 512)], (1,), repeats=1, layout="mma_fragment")
+    assert [(r["scheme"], r["layout"]) for r in found["rows"]] == [
+        ("float", "rows"),
+        ("int4", "mma_fragment"),
+        (recipe, "mma_fragment"),
+    ]
     with pytest.raises(ValueError, match="did you mean"):
         gemv.measure(["int44"], [(64, 64)])
 
@@ -61,7 +65,7 @@ def test_on_a_cpu_a_layer_takes_turns_with_the_reader_and_the_float_layer(monkey
         return Times(float(len(asked)), 0.0, None)
 
     monkeypatch.setattr(gemv, "timed", layer_of)
-    monkeypatch.setattr(reader.Limits, "now", reader_of)
+    monkeypatch.setattr(read_limit.ReadLimits, "measured_now", reader_of)
     first, then = gemv.measure(["int8"], [(64, 128)], (1,), "cpu", repeats=9)["rows"]
     assert asked == [("_Float", 3), ("reader", 3)] * 9 + [("QLinear", 3), ("reader", 3), ("_Float", 3)] * 9
     assert (first["us"], first["limit_us"], first["fraction_of_limit"], first["times_float"]) == (18.0, 10.0, 10 / 18, 1)
@@ -79,7 +83,9 @@ def test_on_a_cpu_a_layer_takes_turns_with_the_reader_and_the_float_layer(monkey
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_layer_takes_turns_with_the_float_layer():
-    first, then, hard, behind = gemv.measure(["int4"], [(256, 256)], (1, walks.HARD + 1), "cuda", repeats=1)["rows"]
+    first, then, hard, behind = gemv.measure(["int4"], [(256, 256)], (1, cold_cache.CLOCK_BOUND_ROWS + 1), "cuda", repeats=1)[
+        "rows"
+    ]
     assert not {"float_us"} & {*first, *hard}
     assert first["times_float"] == hard["times_float"] == 1
     assert all(row["times_float"] == row["float_us"] / row["us"] for row in (then, behind))
@@ -151,75 +157,75 @@ def test_memory_is_reported(capsys):
     assert json.loads(capsys.readouterr().out)["largest_layer_bytes"] == 64 * 64 * 2
 
 
-# ---- walks and limits ------------------------------------------------------------------------------------------------
+# ---- sweeps and limits -----------------------------------------------------------------------------------------------
 
 
 def test_a_chain_hands_each_result_on_and_starts_anew():
     seen = []
     calls = [lambda x: seen.append(float(x)) or x + 1 for _ in range(40)]
-    walks.timed(calls, torch.zeros(()), chained=True, repeats=1)
+    cold_cache.timed(calls, torch.zeros(()), chained=True, repeats=1)
     assert seen[-40:] == [*map(float, range(32)), *map(float, range(8))]
     seen.clear()
-    walks.timed(calls, torch.zeros(()), repeats=1)
+    cold_cache.timed(calls, torch.zeros(()), repeats=1)
     assert set(seen) == {0.0}
 
 
 def test_walks_count_once_the_clock_has_settled(monkeypatch):
-    """A walk of 60 ms each time, the first ones slow: with 0.2 s before, none of those that took 0.24 s counts."""
+    """A sweep of 60 ms each time, the first ones slow: with 0.2 s before, none of those that took 0.24 s counts."""
     clock, walked = itertools.count(), []
-    monkeypatch.setattr(walks.time, "perf_counter", lambda: 0.06 * len(walked) + 1e-9 * next(clock))
+    monkeypatch.setattr(cold_cache.time, "perf_counter", lambda: 0.06 * len(walked) + 1e-9 * next(clock))
 
-    def walk():
+    def sweep():
         walked.append(9.0 if len(walked) < 4 else 1.0)
         return walked[-1]
 
-    assert walks._medians([walk], 3, before=0.2) == [1.0]
+    assert cold_cache._medians([sweep], 3, warm_seconds=0.2) == [1.0]
     assert len(walked) == 7
     walked.clear()
-    assert walks._medians([walk], 3) == [9.0]
+    assert cold_cache._medians([sweep], 3) == [9.0]
     assert len(walked) == 4
 
 
 def test_walks_that_are_compared_take_turns():
     seen = []
 
-    def walk(name, us):
+    def sweep(name, us):
         return lambda: seen.append(name) or next(us)
 
-    of_both = [walk("own", iter((9.0, 1.0, 5.0, 3.0))), walk("other", iter((9.0, 2.0, 8.0, 4.0)))]
-    assert walks._medians(of_both, 3) == [3.0, 4.0]
+    of_both = [sweep("own", iter((9.0, 1.0, 5.0, 3.0))), sweep("other", iter((9.0, 2.0, 8.0, 4.0)))]
+    assert cold_cache._medians(of_both, 3) == [3.0, 4.0]
     assert seen == ["own", "other"] * 4
 
 
 def test_a_slow_walk_has_some_calls_alone(monkeypatch):
     seen = []
     calls = [lambda x, i=i: seen.append(i) or x for i in range(9)]
-    monkeypatch.setattr(walks, "_seconds", lambda calls, x: 0.1)
-    walks.timed(calls, torch.zeros(()), repeats=1)
+    monkeypatch.setattr(cold_cache, "_seconds", lambda calls, x: 0.1)
+    cold_cache.timed(calls, torch.zeros(()), repeats=1)
     assert seen == [0, 1, *range(6), *range(6)]
 
 
 def test_a_walk_into_infinity_is_refused():
     with pytest.raises(RuntimeError, match="not finite"):
-        walks.timed([lambda x: x / 0] * 2, torch.ones(3), repeats=1)
+        cold_cache.timed([lambda x: x / 0] * 2, torch.ones(3), repeats=1)
 
 
 def test_a_fraction_compares_like_with_like():
     limit = Times(2.0, 3.0, True)
     late = gemv.row_of(Times(6.0, 6.0, False), limit, 1, 8, 8, 64)
-    assert (late["fraction_of_limit"], late["plain_fraction_of_limit"]) == (0.5, 0.5)
+    assert (late["fraction_of_limit"], late["no_pdl_fraction_of_limit"]) == (0.5, 0.5)
     early = gemv.row_of(Times(4.0, 5.0, True), limit, 1, 8, 8, 64)
-    assert (early["fraction_of_limit"], early["plain_fraction_of_limit"]) == (0.5, 0.6)
-    assert "plain_us" not in gemv.row_of(Times(4.0, 4.0, None), Times(2.0, 2.0, None), 1, 8, 8, 64)
+    assert (early["fraction_of_limit"], early["no_pdl_fraction_of_limit"]) == (0.5, 0.6)
+    assert "no_pdl_us" not in gemv.row_of(Times(4.0, 4.0, None), Times(2.0, 2.0, None), 1, 8, 8, 64)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_readers_may_start_early_and_full_edges_are_slower():
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("kernels start early from 9.0 on")
-    limit = reader.Limits(torch.device("cuda"), repeats=3)(8 << 20)
-    assert limit.early
-    assert limit.us < limit.plain_us
+    limit = read_limit.ReadLimits(torch.device("cuda"), repeats=3)(8 << 20)
+    assert limit.pdl
+    assert limit.us < limit.no_pdl_us
 
 
 # ---- peers -----------------------------------------------------------------------------------------------------------
@@ -262,7 +268,7 @@ def test_the_kernels_of_torch_for_a_cpu_are_measured_beside_ours_over_cold_weigh
 
 def test_peers_stand_beside_the_others(monkeypatch):
     row = {"peer": "other", "version": "other 1.0", "bits": 4, "relative_error": 0.1, "m": 1, "n": 64, "k": 256, "bytes": 8192}
-    row |= {"us": 9.0, "plain_us": 9.0, "early": None}
+    row |= {"us": 9.0, "no_pdl_us": 9.0, "pdl": None}
     monkeypatch.setattr(peers, "measure", lambda *args: ([row], [{"peer": "late", "error": "not done after 1 s"}]))
     found = gemv.measure(["int4"], [(64, 256)], (1,), repeats=1, others=["other", "late"])
     (peer,) = found["peers"]
@@ -274,12 +280,11 @@ def test_peers_stand_beside_the_others(monkeypatch):
 
 
 def test_host_time_stands_beside_a_float_layer(capsys, monkeypatch, tmp_path):
-    from lowbit.evals import eager as walks
-    from lowbit.evals import host_time
+    from lowbit.evals import eager, host_time
 
     monkeypatch.setattr(host_time, "_ROUNDS", 1)
-    monkeypatch.setattr(walks, "_ROUNDS", 1)
-    monkeypatch.setattr(walks, "copies_of", lambda size, device: 2)
+    monkeypatch.setattr(eager, "_ROUNDS", 1)
+    monkeypatch.setattr(eager, "copies_of", lambda size, device: 2)
     schemes = ("float", "int4", "int8_dynamic_activation_int8_weight")
     arguments = ["bench", "host", "--schemes", "int4,int8_dynamic_activation_int8_weight", "--size", "32", "--batches", "1,9"]
     assert run([*arguments, "--json", "--report", str(tmp_path / "host.json")]) == 0
@@ -304,10 +309,10 @@ def test_a_model_of_random_weights_writes(plain, capsys, tmp_path):
     out = tmp_path / "speed.json"
     arguments = ["bench", "generate", "tiny", "--recipes", "int4,gptq(int4)", "--prompt", "8", "--context", "4", "--steps", "2"]
     assert run([*arguments, "--repeats", "1", "--out", str(out), *(["--plain"] if plain else [])]) == 0
-    told = capsys.readouterr()
-    assert "tokens/s" in told.out
-    assert ("model.generate" in " ".join(told.out.split())) == plain
-    assert "recipe=gptq(int4)" in told.err  # what looks at data is named, and the others go on
+    reported = capsys.readouterr()
+    assert "tokens/s" in reported.out
+    assert ("model.generate" in " ".join(reported.out.split())) == plain
+    assert "recipe=gptq(int4)" in reported.err  # what looks at data is named, and the others go on
     found = json.loads(out.read_text())
     by = {row["recipe"]: row for row in found["rows"]}
     assert set(by) == {"float", "int4"}
@@ -325,7 +330,7 @@ def test_the_weights_that_a_token_reads():
     model.lm_head.weight = table  # tied: the head reads it
     assert generate.weight_bytes(model) == whole - table.nbytes
     quantize_(model, generate.with_head(Recipe.parse("int4"), model, "int8"))
-    assert str(model.lm_head.scheme) == str(Recipe.parse("int8").rules[0].target.weight)
+    assert str(model.lm_head.scheme) == str(Recipe.parse("int8").rules[0].config.weight)
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_decoding_is_timed(model: nn.Module) -> None:
         decode_speed(model, prompt=200, steps=57)
 
 
-# ---- figures of the model in the box ---------------------------------------------------------------------------------
+# ---- figures of the bundled toy model ---------------------------------------------------------------------------------
 
 
 def test_the_demo_keeps_what_its_table_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from PIL import Image
 
 from lowbit.evals import report
 from lowbit.evals.paired import paired_difference
-from lowbit.evals.report import charts, page, words
+from lowbit.evals.report import charts, page, wording
 from lowbit.evals.report.entries import Runs, front
-from tests.support import browser, made_up
+from tests.support import browser, synthetic_results
 
 FEW = ("float", "int8", "int4", "int3")
 NASTY = (
@@ -43,7 +43,7 @@ def bare() -> dict[str, Any]:
 
 def nasty() -> dict[str, Any]:
     """A result whose every name is a trap."""
-    result = made_up.result(5, FEW, n=60, layers=7)
+    result = synthetic_results.result(5, FEW, n=60, layers=7)
     result["model"] = NASTY[0]
     for outcome, name in zip(result["outcomes"][1:], NASTY[1:], strict=False):
         outcome["recipe"] = name
@@ -81,16 +81,19 @@ def pixels(source: Any) -> Image.Image:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pages: of a run, of two (with numbers that are none), of names that are traps, of one with nothing measured."""
-    second = made_up.result(
+    second = synthetic_results.result(
         2, ("float", "int8", "nvfp4"), ("mmlu", "hellaswag"), n=120, layers=7, gemv=False, model="other/model"
     )
     results = {
-        "one": [made_up.result(n=200)],
-        "two": [made_up.result(1, FEW, ("mmlu", "hellaswag"), n=200, layers=7), endless(second)],
+        "one": [synthetic_results.result(n=200)],
+        "two": [synthetic_results.result(1, FEW, ("mmlu", "hellaswag"), n=200, layers=7), endless(second)],
         "nasty": [nasty()],
         "bare": [bare()],
     }
-    speeds = {"gemv_gpu.json": made_up.speeds("NVIDIA H100 80GB HBM3"), "gemv_cpu.json": made_up.speeds("cpu, 2 threads")}
+    speeds = {
+        "gemv_gpu.json": synthetic_results.speeds("NVIDIA H100 80GB HBM3"),
+        "gemv_cpu.json": synthetic_results.speeds("cpu, 2 threads"),
+    }
     folder = tmp_path_factory.mktemp("reports")
     return {
         name: report.write_report(found, folder / name, speeds=speeds if name == "two" else None)
@@ -252,7 +255,7 @@ def test_pictures_lie_beside_the_page(reports: dict[str, Path]) -> None:
 
 
 def test_the_same_result_gives_the_same_files(tmp_path: Path) -> None:
-    result = made_up.result(3, FEW[:2], n=40, layers=2)
+    result = synthetic_results.result(3, FEW[:2], n=40, layers=2)
     first, second = (report.write_report([copy.deepcopy(result)], tmp_path / name) for name in "ab")
     for path in first.parent.iterdir():
         assert path.read_bytes() == (second.parent / path.name).read_bytes(), path.name
@@ -264,7 +267,7 @@ NAMES = st.text(max_size=40) | st.sampled_from(NASTY)
 @given(st.tuples(*8 * [NAMES]))
 @settings(max_examples=40, deadline=None)
 def test_names_are_text(names: tuple[str, ...]) -> None:
-    result = made_up.result(4, ("float", "int4"), n=8, layers=1)
+    result = synthetic_results.result(4, ("float", "int4"), n=8, layers=1)
     result["model"], outcome = names[0], result["outcomes"][1]
     outcome["recipe"], outcome["layers"][0]["name"] = names[1], names[2]
     outcome["kernels"] = {"decode": {names[3]: 1}, "prompt": {names[4]: 1}}
@@ -282,7 +285,7 @@ def test_names_are_text(names: tuple[str, ...]) -> None:
 @given(st.tuples(*3 * [NAMES]))
 @settings(max_examples=4, deadline=None)
 def test_names_in_charts_are_text(names: tuple[str, ...]) -> None:
-    result = made_up.result(4, ("float", "int4"), n=8, layers=2, gemv=False)
+    result = synthetic_results.result(4, ("float", "int4"), n=8, layers=2, gemv=False)
     outcome = result["outcomes"][1]
     outcome["recipe"], outcome["layers"][0]["name"], outcome["kernels"]["decode"] = names[0], names[1], {names[2]: 1}
     with pytest.MonkeyPatch.context() as patch:
@@ -334,7 +337,7 @@ def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
 
 
 def test_runs_that_differ_are_told_apart() -> None:
-    first, second = made_up.result(0, FEW, n=80, layers=1), made_up.result(1, FEW[:3], n=60, layers=1)
+    first, second = synthetic_results.result(0, FEW, n=80, layers=1), synthetic_results.result(1, FEW[:3], n=60, layers=1)
     assert Runs.of([first, copy.deepcopy(first)], ["a", "b"]).warnings() == []
     second["model"] = "other"
     second["origin"]["versions"]["torch"] = "1.0"
@@ -355,12 +358,12 @@ def test_runs_that_differ_are_told_apart() -> None:
 
 
 def test_a_recipe_in_doubt_is_not_recommended() -> None:
-    result = made_up.result(n=200)
+    result = synthetic_results.result(n=200)
     four, three = (next(o for o in result["outcomes"] if o["recipe"] == name) for name in ("int4", "int3"))
     doubt = {"difference": -0.04, "low": -0.083, "high": -0.004, "gained": 3, "lost": 11, "mcnemar": 0.057, "holm": 0.52}
     for outcome in (four, three):
         outcome["tasks"]["mmlu"]["difference"] |= doubt
-    lead = " ".join(words.lead(Runs.of([result], ["a.json"])))
+    lead = " ".join(wording.lead(Runs.of([result], ["a.json"])))
     assert lead.startswith("int4_awq (4.20 bits) is the smallest of 11 recipes with no loss beyond chance")
     assert "where each recipe is looked at alone: int4, int4_sym, int3." in lead
     assert "Losses beyond chance: int2." in lead
@@ -381,7 +384,11 @@ def test_the_page_does_not_tell_where_the_model_lay() -> None:
 
 @given(st.floats(allow_nan=True, allow_infinity=True) | st.none())
 def test_numbers_are_readable(value: float | None) -> None:
-    for text in (words.number(value), words.points(value), words.probability(None if value is None else min(abs(value), 1.0))):
+    for text in (
+        wording.number(value),
+        wording.points(value),
+        wording.probability(None if value is None else min(abs(value), 1.0)),
+    ):
         assert 0 < len(text) < 330
         assert "nan" not in text
         assert "inf" not in text.replace("infinite", "").replace("finite", "")

@@ -21,12 +21,12 @@ from lowbit.evals.report import ReportError, charts
 from lowbit.evals.report.entries import Runs
 from lowbit.evals.report.files import replace_together
 from tests.evals.test_report import FEW, assert_harmless, bare, pixels, rendered
-from tests.support import made_up
-from tests.support.mishaps import room_for, unread
+from tests.support import synthetic_results
+from tests.support.io_faults import room_for, unread
 
 # ---- results that are none -------------------------------------------------------------------------------------------
 
-WHOLE = made_up.result(7, FEW[:2], n=4, layers=1)
+WHOLE = synthetic_results.result(7, FEW[:2], n=4, layers=1)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -101,7 +101,7 @@ def test_histograms_must_fit_their_edges() -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     path = tmp_path / "small.json"
-    path.write_text(json.dumps(made_up.result(8, ("float", "int4"), n=8, layers=1, gemv=False)), encoding="utf-8")
+    path.write_text(json.dumps(synthetic_results.result(8, ("float", "int4"), n=8, layers=1, gemv=False)), encoding="utf-8")
     return path
 
 
@@ -119,7 +119,7 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "run A" in (out / "report.html").read_text()
 
     speeds = tmp_path / "gemv.json"
-    speeds.write_text(json.dumps(made_up.speeds("NVIDIA H100 80GB HBM3")), encoding="utf-8")
+    speeds.write_text(json.dumps(synthetic_results.speeds("NVIDIA H100 80GB HBM3")), encoding="utf-8")
     capsys.readouterr()
     assert run(["report", str(speeds), "--out", str(out)]) == 1
     assert "a report needs at least one result" in capsys.readouterr().err
@@ -183,7 +183,7 @@ def test_without_matplotlib_it_says_what_brings_it(small: Path, tmp_path: Path, 
 
 
 def test_drawings_scale_with_the_page() -> None:
-    (chart, *_) = charts.draw(Runs.of([made_up.result(9, ("float", "int4"), n=8, layers=1, gemv=False)], ["a"]))
+    (chart, *_) = charts.draw(Runs.of([synthetic_results.result(9, ("float", "int4"), n=8, layers=1, gemv=False)], ["a"]))
     for drawing, width in ((chart.wide, charts.WIDE), (chart.narrow, charts.NARROW)):
         root = ElementTree.fromstring(drawing)
         assert "width" not in root.attrib

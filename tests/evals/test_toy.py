@@ -1,4 +1,4 @@
-"""The small model in the box: its world is the same everywhere, its exam is sound, and it knows the answers."""
+"""The bundled toy model: its world is the same everywhere, its exam is sound, and it knows the answers."""
 
 from collections import Counter
 from pathlib import Path
@@ -56,8 +56,8 @@ def test_exam_has_the_size_and_balance_it_promises(questions: list) -> None:
 
 
 def test_further_questions_ask_what_the_exam_does_not(world: World, questions: list) -> None:
-    more = corpus.further(world)
-    assert more == corpus.further(world)
+    more = corpus.accuracy_questions(world)
+    assert more == corpus.accuracy_questions(world)
     assert len(more) > 5 * len(questions)
     asked = {q.text for q in questions} | {q.text for q in read_exam(TOY_DATA, "dev")}
     assert len({q.text for q in more} | asked) == len(more) + len(asked)
@@ -96,9 +96,9 @@ def test_training_never_asks_an_exam_question_nor_tells_a_heldout_sentence(world
     kept_out = {sentence for sentence in kept_out if not sentence.startswith(nameless)}
     assert len(kept_out) > 500
     for number in range(2):
-        told = "\n".join(corpus.edition(world, number)).split("\n")
-        assert not asked & set(told)
-        assert not kept_out & {sentence for line in told for sentence in line.removesuffix(".").split(". ")}
+        reported = "\n".join(corpus.edition(world, number)).split("\n")
+        assert not asked & set(reported)
+        assert not kept_out & {sentence for line in reported for sentence in line.removesuffix(".").split(". ")}
 
 
 def test_committed_model_is_small_and_answers_the_exam(questions: list) -> None:
@@ -116,7 +116,7 @@ def test_committed_model_is_small_and_answers_the_exam(questions: list) -> None:
 
 def test_three_bits_take_three_bits_on_the_disk(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(TOY)
-    changed = lowbit.quantize_(model, "int3").changed
+    changed = lowbit.quantize_(model, "int3").quantized
     lowbit.save(model, tmp_path)
     with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
         parts = [name for name in file.keys() if name.endswith((".packed", ".scale", ".zero_point"))]  # noqa: SIM118

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit import QEmbedding, QLinear, QTensor, Scheme, catalog
-from lowbit.catalog import Catalog, kept
-from lowbit.formats import FORMATS, Float, Format, FormatsThat, Int, Table
+from lowbit.catalog import Catalog, cached
+from lowbit.formats import FORMATS, Float, Format, FormatSet, Int, Table
 from lowbit.scheme import SCHEMES
-from lowbit_kernels import crossovers, reference, registry, shortcut
+from lowbit_kernels import crossovers, fast_dispatch, reference, registry
 from lowbit_kernels.epilogues import EPILOGUES, Epilogue
 from lowbit_kernels.layouts import LAYOUTS, Layout, Parts
 from lowbit_kernels.registry import Call, Kernel, explain, kernels, preferred_layout, register, select, strict
@@ -48,7 +48,7 @@ def restored() -> Iterator[None]:
         SCHEMES.update(schemes)
         for table in (FORMATS, LAYOUTS, EPILOGUES):
             table.clear()
-        catalog.changed()
+        catalog.invalidate_caches()
         ran.clear()
 
 
@@ -88,7 +88,7 @@ ADDED: dict[str, Callable[[], Any]] = {
     "a kernel for all": lambda: register(row("m_all")),
     "a kernel for few rows": lambda: register(row("b_few", m=(1, 2))),
     "a kernel for the new format": lambda: register(row("c_late", formats=frozenset({"late"}))),
-    "a kernel for formats of five bits": lambda: register(row("a_five", formats=FormatsThat(lambda f: f.bits == 5), m=(7, 7))),
+    "a kernel for formats of five bits": lambda: register(row("a_five", formats=FormatSet(lambda f: f.bits == 5), m=(7, 7))),
     "a kernel for int8 activations": lambda: register(row("m_int8", "quantized_linear")),
     "a kernel that looks up": lambda: register(row("m_embedding", "embedding")),
     "a kernel that quantizes": lambda: register(row("m_quantize", "quantize", layout="canonical")),
@@ -336,7 +336,11 @@ def test_an_epilogue_of_ones_own() -> None:
         (lambda: FORMATS.update(a=Int("b", 4, True)), ValueError, r"'b' stands under its own name alone: FORMATS\['b'\] = "),
         (lambda: FORMATS.setdefault("a", (1, 2)), TypeError, r"FORMATS\['a'\] must be a Format .*, got tuple"),
         (lambda: FORMATS.pop("gone"), KeyError, "gone"),
-        (lambda: LAYOUTS.update(tiles=Layout("tiles", turn, turn)), ValueError, r"LAYOUTS\['tiles'\] is the library's own"),
+        (
+            lambda: LAYOUTS.update(mma_fragment=Layout("mma_fragment", turn, turn)),
+            ValueError,
+            r"LAYOUTS\['mma_fragment'\] is the library's own",
+        ),
         (lambda: LAYOUTS.update(a=Layout("b", turn, turn)), ValueError, "'b' stands under its own name alone, got 'a'"),
         (lambda: LAYOUTS.update(a=turn), TypeError, "must be a Layout, got function"),
         (lambda: EPILOGUES.update(relu=EPILOGUES["silu"]), ValueError, r"EPILOGUES\['relu'\] is the library's own"),
@@ -358,7 +362,7 @@ def test_what_the_library_has_may_be_said_again() -> None:
 
 def test_every_way_to_change_a_table_forgets() -> None:
     table = Catalog("NUMBERS", {"one": 1}, lambda name, value: None)
-    double = kept(maxsize=8)(lambda name: 2 * table.get(name, 0))
+    double = cached(maxsize=8)(lambda name: 2 * table.get(name, 0))
     steps: tuple[tuple[Callable[[], object], int], ...] = (
         (lambda: table.__setitem__("two", 2), 4),
         (lambda: table.update(two=3), 6),
@@ -377,9 +381,9 @@ def test_every_way_to_change_a_table_forgets() -> None:
         change()
         assert double("two") == wanted
     assert dict(table) == {"one": 1}
-    assert table.preferred() == ["one"]
+    assert table.ordered_names() == ["one"]
     table.update(zebra=2, ant=3)
-    assert table.preferred() == ["ant", "zebra", "one"]
+    assert table.ordered_names() == ["ant", "zebra", "one"]
 
 
 # ---- threads -----------------------------------------------------------------------------------------------------
@@ -388,12 +392,12 @@ def test_every_way_to_change_a_table_forgets() -> None:
 def test_what_was_begun_before_a_change_is_not_kept() -> None:
     values = [1]
 
-    @kept(maxsize=1)
+    @cached(maxsize=1)
     def latest() -> int:
         found = values[-1]
         if found == 1:  # as another thread would in the middle
             values.append(2)
-            catalog.changed()
+            catalog.invalidate_caches()
         return found
 
     assert [latest(), latest()] == [2, 2]
@@ -448,8 +452,8 @@ def test_shortcuts_are_known_without_being_kept_alive() -> None:
     layer = QLinear(make("int4", 6, 40))
     for x in (*X.values(), *X.values()):
         layer(x)
-    known = [reference for reference in shortcut._filled if reference() is layer.weight._shortcuts]
+    known = [reference for reference in fast_dispatch._filled if reference() is layer.weight._dispatch]
     assert len(known) == 1
     del layer
     gc.collect()
-    assert known[0] not in shortcut._filled
+    assert known[0] not in fast_dispatch._filled

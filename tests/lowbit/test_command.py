@@ -49,7 +49,7 @@ def test_quantize_then_load(model: Path, tmp_path: Path, capsys: pytest.CaptureF
     out = tmp_path / "out"
     found = parsed(capsys, "quantize", model, "--recipe", "int4_g32", "-o", out)
     assert found["file_bytes"] == (out / "model.safetensors").stat().st_size
-    assert sum(layer["target"] is not None for layer in found["plan"]["layers"]) == 7
+    assert sum(layer["config"] is not None for layer in found["plan"]["layers"]) == 7
 
     expected = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
     lowbit.quantize_(expected, "int4_g32")
@@ -66,7 +66,7 @@ def test_quantize_then_load(model: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_quantize_on_a_text(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, recipe = material / "text.txt", "int8_static_activation_int8_weight"
     found = parsed(capsys, "quantize", model, "-r", recipe, "-o", tmp_path, "--calibration", text, "--rows", 3, "--length", 16)
-    assert all(layer["loss"] > 0 for layer in found["plan"]["layers"] if layer["target"] is not None)
+    assert all(layer["loss"] > 0 for layer in found["plan"]["layers"] if layer["config"] is not None)
     expected = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
     lowbit.quantize_(expected, recipe, calibration=lowbit.Calibration(text, rows=3, length=16))
     scale = expected.model.layers[0].mlp.up_proj.input_scale
@@ -86,7 +86,7 @@ def test_inspect(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     lowbit.save(quantized, tmp_path)
     found = parsed(capsys, "inspect", tmp_path)
     bits = {layer["name"]: layer["bits_per_weight"] for layer in found["layers"]}
-    assert bits == pytest.approx({layer.name: layer.bits_per_weight for layer in carried.changed})
+    assert bits == pytest.approx({layer.name: layer.bits_per_weight for layer in carried.quantized})
     assert found["quantized_bytes"] == sum(layer["bytes"] for layer in found["layers"])
     assert sum(found["files"].values()) > found["quantized_bytes"] + found["other_bytes"]
     assert parsed(capsys, "inspect", tmp_path / "model.safetensors")["layers"] == found["layers"]
@@ -178,9 +178,9 @@ def test_demo(
     assert [outcome["recipe"] for outcome in found["outcomes"]] == ["float", *demo.RECIPES]
     assert all(outcome["speed"]["tokens_per_second"] > 0 for outcome in found["outcomes"])
     assert found["gemv"] is None
-    beside = gemv.beside
+    decode_speeds = gemv.decode_speeds
     monkeypatch.setattr("lowbit.evals.gemv._USUAL", (512, 512))
-    monkeypatch.setattr(gemv, "beside", lambda recipes, *rest: beside(recipes[:1], *rest))
+    monkeypatch.setattr(gemv, "decode_speeds", lambda recipes, *rest: decode_speeds(recipes[:1], *rest))
     out = tmp_path / "out"
     (float_row, row) = parsed(capsys, "demo", "--limit", 1, "--out", out)["gemv"]["rows"]
     assert (float_row["scheme"], row["scheme"], row["n"]) == ("float", "int8", 512)
@@ -190,7 +190,7 @@ def test_demo(
     assert "int8, x int8" in printed
     assert "2 exam questions" in printed
     monkeypatch.setattr(demo, "TOY", model / "absent")
-    assert "the model in the box is not in" in failed(capsys, 1, "demo")
+    assert "the bundled toy model is not in" in failed(capsys, 1, "demo")
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -74,11 +74,11 @@ def ids(batch: int, tokens: int, seed: int = 0) -> Tensor:
 
 
 def steps(record: Any, kernel: str = "cpu_decoder_step") -> int:
-    return sum(count for receipt, count in record.counts.items() if receipt.kernel == kernel)
+    return sum(count for entry, count in record.counts.items() if entry.kernel == kernel)
 
 
 def reasons(record: Any) -> set[str]:
-    return {receipt.contract for receipt in record.counts if receipt.kernel == "modules"}
+    return {entry.contract for entry in record.counts if entry.kernel == "modules"}
 
 
 @torch.no_grad()

@@ -163,7 +163,7 @@ def test_numbers_without_digits() -> None:
 
 def test_modes_that_look_at_operators() -> None:
     plain, fused = models()
-    for mode in (lambda: torch.autocast("cpu", torch.bfloat16), strict, lambda: strict("cpu_interleaved_digits")):
+    for mode in (lambda: torch.autocast("cpu", torch.bfloat16), strict, lambda: strict("cpu_interleaved_split_int8x3_gemv")):
         with contextlib.ExitStack() as stack, trace() as record:
             stack.enter_context(mode())
             try:

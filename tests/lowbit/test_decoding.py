@@ -8,7 +8,7 @@ from hypothesis import given
 
 from lowbit.decoding import FLOATS, INTEGERS, POWERS, TABLE, Decoding
 from lowbit.formats import FORMATS, Format
-from tests.support.strategies import formats, made_up_formats
+from tests.support.strategies import formats, random_formats
 
 
 def numbers(how: Decoding, bits: int) -> np.ndarray:
@@ -28,7 +28,7 @@ def numbers(how: Decoding, bits: int) -> np.ndarray:
     return placed.astype(np.uint32).view(np.float32)
 
 
-@given(formats | made_up_formats)
+@given(formats | random_formats)
 def test_a_decoding_gives_the_table(fmt: Format) -> None:
     how = fmt.decoding
     if how.kind != TABLE:

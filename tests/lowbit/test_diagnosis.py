@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowbit
-from lowbit import SCHEMES, QLinear, QTensor, Target, doctor, quantize_
+from lowbit import SCHEMES, LayerConfig, QLinear, QTensor, doctor, quantize_
 from lowbit.command import run
 from lowbit.diagnosis.report import Diagnosis
 from tests.support.models import exam_and_text, gpt2, llama, mlp, tokens, word_model
@@ -35,7 +35,7 @@ def only(found: Diagnosis, kind: str, layer: str) -> str:
     assert [(finding.kind, finding.layer) for finding in found.findings] == [(kind, layer)], str(found)
     assert found.verdict == "bug"
     assert f"{layer}: " in str(found)
-    return found.findings[0].what
+    return found.findings[0].description
 
 
 # ---- healthy models --------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_no_rounding_is_taken_for_a_mistake(shape, scheme, rounder, tail, seed):
     model[0].weight.data = torch.distributions.StudentT(tail).sample(shape) * 0.05
     mixing = torch.randn(shape[1], shape[1]) * torch.randn(shape[1]).exp()
     x = torch.randn(256, shape[1]) @ mixing
-    healthy = quantized(model, Target(lowbit.Scheme.parse(scheme), rounder=rounder), calibration=x)
+    healthy = quantized(model, LayerConfig(lowbit.Scheme.parse(scheme), rounder=rounder), calibration=x)
     found = doctor(healthy, model, x)
     assert found.verdict != "bug", str(found)
 
@@ -285,7 +285,7 @@ def test_an_overflow_in_fp16():
     (finding,) = [finding for finding in found.findings if finding.kind == "overflow"]
     assert finding is found.findings[0]
     assert finding.layer == VICTIM
-    assert "float16 ends at 65504" in finding.what
+    assert "float16 ends at 65504" in finding.description
     assert finding.remedy == "Run it in bfloat16 or float32"
     assert doctor(quantized(model, "int4_g32"), model, IDS).verdict == "clean"
 

@@ -68,7 +68,7 @@ def test_experts_without_columns(scheme: str) -> None:
         weight = QTensor.quantize(torch.ones(experts, n, k), scheme)
         parts = weight.packed, weight.scale, weight.zero_point, weight.outer
         for bias in (None, torch.ones(experts, n)):
-            y = torch.ops.lowbit.grouped_linear(torch.ones(experts, m, k), *parts, bias, weight.spelling, "canonical")
+            y = torch.ops.lowbit.grouped_linear(torch.ones(experts, m, k), *parts, bias, weight.scheme_str, "canonical")
             want = torch.ones(experts, m, k) @ torch.ones(experts, k, n) + (0 if bias is None else 1)
             assert torch.equal(y, want)
 
@@ -82,7 +82,9 @@ def test_tokens_without_columns(activation: Scheme, dtype: torch.dtype) -> None:
         codes, scale = torch.ops.lowbit.rms_norm_quantize(torch.ones(*lead, 0, dtype=dtype), None, 1e-6, str(activation))
         assert codes.shape == scale.shape == (*lead, 0)
         for bias in (None, torch.ones(3, dtype=dtype)):
-            y = torch.ops.lowbit.codes_linear(codes, scale, *parts, bias, weight.spelling, "canonical", str(activation), 0, dtype)
+            y = torch.ops.lowbit.codes_linear(
+                codes, scale, *parts, bias, weight.scheme_str, "canonical", str(activation), 0, dtype
+            )
             assert torch.equal(y, torch.full((*lead, 3), 0.0 if bias is None else 1.0, dtype=dtype))
 
 
@@ -121,16 +123,18 @@ def test_products_in_cpp(name: str, interleaved: bool) -> None:
             want = torch.full((m, n), 0.0 if bias is None else 1.0)
             x = torch.ones(m, k)
             found = [ops.linear(x, *parts, bias, *rest)] if not interleaved and m <= 64 else []
-            if scheme.format in cpu.OF_DIGITS.formats and cpu._digits_available() is None:
-                found += [ops.digits_linear(x, *parts, bias, *rest, d, None, interleaved) for d in (1, 2, 3) if m <= 64 or d == 1]
+            if scheme.format in cpu.SPLIT_INT8.formats and cpu._split_int8_available() is None:
+                found += [
+                    ops.split_int8_gemv(x, *parts, bias, *rest, d, None, interleaved) for d in (1, 2, 3)[: 3 if m <= 64 else 1]
+                ]
                 if m <= 64:
-                    prepared = ops.digits_prepared(x, *parts, bias, *rest, 2, None, interleaved)
+                    prepared = ops.split_int8_gemv_prepare(x, *parts, bias, *rest, 2, None, interleaved)
                     assert prepared.numel() == 0 or k
-            if ops.has_dots():
-                found.append(ops.dots_linear(x.bfloat16(), *parts, bias, *rest, interleaved).float())
+            if ops.has_bf16_dot():
+                found.append(ops.bf16_dot_gemm(x.bfloat16(), *parts, bias, *rest, interleaved).float())
             assert all(torch.equal(y, want) for y in found)
         out = torch.ones(n, k)
-        ops.panel(out, *parts, *rest, interleaved=interleaved)
+        ops.dequantize(out, *parts, *rest, interleaved=interleaved)
         assert torch.equal(out, q.dequantize()) or interleaved
 
 

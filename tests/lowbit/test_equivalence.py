@@ -127,7 +127,7 @@ def test_asking_changes_nothing(monkeypatch):
 def test_falcon(bias):
     torch.manual_seed(0)
     model = nn.Sequential(FalconLinear(32, 48, bias=bias), FalconLinear(48, 16, bias=bias))
-    assert len(lowbit.plan(model, "int8").changed) == 2
+    assert len(lowbit.plan(model, "int8").quantized) == 2
     dense = copy.deepcopy(model)
     quantize_(model, "int8")
     for ours, float_ in zip(model, dense, strict=True):

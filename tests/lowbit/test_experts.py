@@ -87,13 +87,13 @@ def test_experts_are_quantized_with_the_linear_layers_and_routers_stay(name: str
     assert len(experts) >= 2
     assert all(isinstance(p, QTensor) and isinstance(p, nn.Parameter) for p in experts.values())
     assert all(tuple(p.shape) == before[n][0] for n, p in model.named_parameters())
-    routers = [layer for layer in plan.kept if "router" in layer.name or layer.name.endswith(("gate", "gate.weight"))]
+    routers = [layer for layer in plan.skipped if "router" in layer.name or layer.name.endswith(("gate", "gate.weight"))]
     assert routers
     assert all(layer.reason for layer in routers)
     inside = [n for n in before if "embed" not in n and "lm_head" not in n]
     after = {n: p.nbytes for n, p in model.named_parameters()}
     assert sum(before[n][1] for n in inside) >= 3.5 * sum(after[n] for n in inside)
-    entries = {layer.name: layer for layer in plan.changed}
+    entries = {layer.name: layer for layer in plan.quantized}
     for n, p in experts.items():
         assert entries[n].bytes_after == round(p.bits_per_weight * p.numel() / 8)
         assert entries[n].kind == "experts"
@@ -167,13 +167,13 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_pattern_of_a_module_leaves_its_biases_and_one_that_names_them_takes_them() -> None:
     model = build("gpt_oss")
     plan = lowbit.plan(model, {"*experts*": "int4", "*": "int8"})
-    bits = {layer.name.partition("mlp.")[2]: layer.target and layer.target.weight.bits for layer in plan.layers}
+    bits = {layer.name.partition("mlp.")[2]: layer.config and layer.config.weight.bits for layer in plan.layers}
     assert (bits["experts.gate_up_proj"], bits["experts.down_proj"]) == (4, 4)
     assert bits["experts.gate_up_proj_bias"] is bits["experts.down_proj_bias"] is bits["router.weight"] is None
     shapes = {layer.name.partition("mlp.")[2]: layer.shape for layer in plan.layers}
     assert shapes["experts.gate_up_proj"] == (8, 192, 64)  # [E, N, K], though the module has [E, K, N]
     named = lowbit.plan(model, {"*.router.weight": "int8", "re:gate_up_proj_bias$": "int8"})
-    assert {layer.name.partition("mlp.")[2] for layer in named.changed} == {"router.weight", "experts.gate_up_proj_bias"}
+    assert {layer.name.partition("mlp.")[2] for layer in named.quantized} == {"router.weight", "experts.gate_up_proj_bias"}
     quantize_(model, {"*.router.weight": "int8"})
     assert isinstance(model.model.layers[0].mlp.router.weight, QTensor)
     assert logits(model).isfinite().all()
@@ -195,7 +195,7 @@ def test_rules_that_quantize_nothing_are_named() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_recipe_covers_experts(name: str) -> None:
     plan = lowbit.plan(build(name), "mixture_of_experts")
-    bits = {layer.name: layer.target and layer.target.weight.bits for layer in plan.layers}
+    bits = {layer.name: layer.config and layer.config.weight.bits for layer in plan.layers}
     experts = [found for layer, found in bits.items() if layer.endswith(("gate_up_proj", "down_proj")) and ".experts." in layer]
     assert set(experts) == {4}
     assert {found for layer, found in bits.items() if "router" in layer or "shared" in layer or ".gate." in layer} == {None}
@@ -205,19 +205,19 @@ def test_the_recipe_covers_experts(name: str) -> None:
 def test_activations_of_experts_stay_and_the_plan_says_so() -> None:
     model = build("mixtral")
     plan = quantize_(model, "int8_dynamic_activation_int8_weight")
-    entries = {layer.name: layer for layer in plan.changed}
+    entries = {layer.name: layer for layer in plan.quantized}
     experts, attention = entries["model.layers.0.mlp.experts.down_proj"], entries["model.layers.0.self_attn.q_proj"]
-    assert attention.target is not None
-    assert attention.target.activation is not None
-    assert experts.target is not None
-    assert experts.target.activation is None
+    assert attention.config is not None
+    assert attention.config.activation is not None
+    assert experts.config is not None
+    assert experts.config.activation is None
     assert "its weight alone" in experts.reason
 
 
 def test_what_is_kept_may_be_a_parameter() -> None:
     model = build("mixtral")
-    plan = quantize_(model, lowbit.Recipe.of("int4").keeping(["model.layers.0.mlp.experts"]))
-    kept = [layer.name for layer in plan.kept if "experts" in layer.name]
+    plan = quantize_(model, lowbit.Recipe.of("int4").with_keep(["model.layers.0.mlp.experts"]))
+    kept = [layer.name for layer in plan.skipped if "experts" in layer.name]
     assert kept == ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]
 
 
@@ -314,13 +314,13 @@ def test_methods_that_look_at_data_give_way_for_experts_and_the_plan_says_so(rec
     model = build("gpt_oss")
     expected = {n: p.detach().clone() for n, p in experts_of(model).items()}
     ids = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(6))
-    planned = [layer for layer in lowbit.plan(model, recipe).changed if layer.kind == "experts"]
-    done = [layer for layer in quantize_(model, recipe, calibration=ids).changed if layer.kind == "experts"]
+    planned = [layer for layer in lowbit.plan(model, recipe).quantized if layer.kind == "experts"]
+    done = [layer for layer in quantize_(model, recipe, calibration=ids).quantized if layer.kind == "experts"]
     assert planned == done
     for layer in done:
-        assert layer.target is not None
+        assert layer.config is not None
         assert any("rounded without" in note for note in layer.notes)
-        if layer.target.rounder == "rtn" and "awq" not in recipe:
+        if layer.config.rounder == "rtn" and "awq" not in recipe:
             assert "needs statistics" in layer.reason
             w = expected[layer.name].transpose(1, 2)
             assert torch.equal(model.get_parameter(layer.name).transpose(1, 2), QTensor.quantize(w, "int4", method="mse"))

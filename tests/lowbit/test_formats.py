@@ -14,9 +14,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lowbit.formats import FORMATS, Float, Format, Int, Table, format_named
+from lowbit.formats import FORMATS, Float, Format, Int, Table, get_format
 from tests.support import oracle
-from tests.support.strategies import formats, made_up_formats, strided
+from tests.support.strategies import formats, random_formats, strided
 
 CASTS = {
     "fp4_e2m1": ml_dtypes.float4_e2m1fn,
@@ -32,7 +32,7 @@ CASTS = {
 INTEGERS = {f"{sign}int{bits}": bits for sign in ("", "u") for bits in range(1, 9) if (sign, bits) != ("", 1)}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-any_format = st.one_of(formats, made_up_formats)
+any_format = st.one_of(formats, random_formats)
 all_formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 
 
@@ -230,9 +230,9 @@ def test_encode_is_monotone(fmt):
 
 @given(any_format)
 def test_equality_survives_copies(fmt):
-    for twin in (copy.deepcopy(fmt), pickle.loads(pickle.dumps(fmt)), Format(fmt.name, tuple(fmt.values), fmt.unused)):
-        assert twin == fmt
-        assert hash(twin) == hash(fmt)
+    for duplicate in (copy.deepcopy(fmt), pickle.loads(pickle.dumps(fmt)), Format(fmt.name, tuple(fmt.values), fmt.unused)):
+        assert duplicate == fmt
+        assert hash(duplicate) == hash(fmt)
     assert Format("other", fmt.values, fmt.unused) != fmt
 
 
@@ -262,8 +262,8 @@ def test_tables_that_differ_in_the_sign_of_a_zero():
         (lambda: Float("f", 5, 3), r"1 \+ exponent \+ mantissa bits must be at most 8, got 1 \+ 5 \+ 3"),
         (lambda: Float("f", 0, 3), "must be at most 8, got"),
         (lambda: Float("f", 4, 3, "nan"), "specials must be none, ieee, fn or fnuz, got 'nan'"),
-        (lambda: format_named("fp8_e4m3"), "no format named 'fp8_e4m3'; did you mean .*fp8_e4m3fn"),
-        (lambda: format_named("zzz"), "no format named 'zzz'; did you mean .*int4"),
+        (lambda: get_format("fp8_e4m3"), "no format named 'fp8_e4m3'; did you mean .*fp8_e4m3fn"),
+        (lambda: get_format("zzz"), "no format named 'zzz'; did you mean .*int4"),
     ],
 )
 def test_errors(make, message):

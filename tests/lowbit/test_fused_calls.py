@@ -82,9 +82,9 @@ def pair(bias: bool = False, seed: int = 0) -> tuple[Members, Members]:
 
 def products(model: nn.Module, *args: Any) -> list[int]:
     """The heights of the products that ``model(*args)`` runs."""
-    with lowbit.trace_kernels() as receipt:
+    with lowbit.trace_kernels() as trace:
         model(*args)
-    return sorted(row.n for row, count in receipt.counts.items() for _ in range(count))
+    return sorted(row.n for row, count in trace.counts.items() for _ in range(count))
 
 
 # ---- whatever happens ------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "strict": lambda: lowbit.strict("reference_linear"),
-    "receipt": lowbit.trace_kernels,
+    "trace": lowbit.trace_kernels,
 }
 
 

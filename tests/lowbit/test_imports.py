@@ -24,7 +24,8 @@ EVERYTHING = ("lowbit", "lowbit.*", "lowbit_kernels", "lowbit_kernels.*")
 RULES: dict[str, tuple[str, ...]] = {
     # All else is imported when it is used.
     "lowbit": (
-        "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival", "lowbit.tensor", "lowbit.version",
+        "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.import_hooks", "lowbit.tensor",
+        "lowbit.version",
     ),
     "lowbit.version": (),
     "lowbit.plugins": (),
@@ -36,13 +37,13 @@ RULES: dict[str, tuple[str, ...]] = {
     "lowbit.scheme": ("lowbit.catalog", "lowbit.formats", "lowbit.packing"),
     "lowbit.grid": ("lowbit.scheme", "lowbit.formats"),
     "lowbit.scales": ("lowbit.scheme", "lowbit.grid", "lowbit.formats"),
-    "lowbit.ambient": (),
+    "lowbit.torch_state": (),
     "lowbit.adapters": (),
-    "lowbit.statistics": ("lowbit.ambient",),
-    "lowbit.inserted": (),
+    "lowbit.statistics": ("lowbit.torch_state",),
+    "lowbit.transforms": (),
     "lowbit.algorithms": ("lowbit.catalog", "lowbit.algorithms.*"),
     "lowbit.algorithms.*": (
-        "lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.statistics", "lowbit.ambient", "lowbit.algorithms.*",
+        "lowbit.scheme", "lowbit.scales", "lowbit.grid", "lowbit.statistics", "lowbit.torch_state", "lowbit.algorithms.*",
     ),
     "lowbit.options": (),
     # Files know schemas and bytes, and nothing of the tensor.
@@ -57,20 +58,22 @@ RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "lowbit.qtensor", "lowbit.tensor", "lowbit.tensor_ops", "lowbit.tensor_products", "lowbit.tensor_writes",
-            "lowbit.tensor_arithmetic", "lowbit.tensor_scaling", "lowbit.tensor_shards", "lowbit.routed", "lowbit.experts",
+            "lowbit.tensor_arithmetic", "lowbit.tensor_scaling", "lowbit.tensor_shards", "lowbit.expert_products",
+            "lowbit.experts",
             "lowbit.sharding", "lowbit.pickling",
-            "lowbit.weight", "lowbit.linear", "lowbit.fusion", "lowbit.fused", "lowbit.tokens", "lowbit.embedding",
+            "lowbit.quantized_module", "lowbit.linear", "lowbit.fusion", "lowbit.fused", "lowbit.fused_norm_quant",
+            "lowbit.embedding",
             "lowbit.decoder", "lowbit.decoder.*",
-            "lowbit.extras", "lowbit.registration",
+            "lowbit.module_attributes", "lowbit.registration",
             "lowbit.equivalence", "lowbit.layers",
             "lowbit.calibration", "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
-            "lowbit.mixing", "lowbit.mixing.*", "lowbit.diagnosis", "lowbit.diagnosis.*",
-            "lowbit.quantize", "lowbit.planning", "lowbit.plans", "lowbit.recipe", "lowbit.target", "lowbit.api",
+            "lowbit.mixed_precision", "lowbit.mixed_precision.*", "lowbit.diagnosis", "lowbit.diagnosis.*",
+            "lowbit.quantize", "lowbit.planning", "lowbit.plans", "lowbit.recipe", "lowbit.layer_config", "lowbit.api",
             "lowbit.methods", "lowbit.rewrite", "lowbit.rewrites", "lowbit.rewrites.*",
             "lowbit.__main__", "lowbit.command", "lowbit.command.*", "lowbit.environment",
             "lowbit.pretrained", "lowbit.pretrained.*", "lowbit.placement", "lowbit.placement.*",
-            "lowbit.diffusion", "lowbit.diffusion.*", "lowbit.floats",
-            "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.skeleton",
+            "lowbit.diffusion", "lowbit.diffusion.*", "lowbit.dequantize",
+            "lowbit.checkpoint", "lowbit.checkpoint.assembly", "lowbit.checkpoint.inventory", "lowbit.checkpoint.hf_config",
         ),
         EVERYTHING,
     ),
@@ -87,7 +90,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 # Which packages from elsewhere a module may import, where that is a rule too.
 OTHERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*LEAVES, "lowbit.ambient", "lowbit.statistics", "lowbit.inserted", "lowbit.algorithms*"), ("torch",)),
+    **dict.fromkeys((*LEAVES, "lowbit.torch_state", "lowbit.statistics", "lowbit.transforms", "lowbit.algorithms*"), ("torch",)),
     "lowbit_kernels.triton*": ("torch", "triton"),
     "lowbit_kernels*": ("torch",),
 }
@@ -107,14 +110,14 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     found = []
     for target, name in imports(source, module, is_package):
         top = target.split(".")[0]
-        spelled = target if name is None else f"{target}.{name}"
+        imported = target if name is None else f"{target}.{name}"
         if top in PACKAGES:
             if not any(fnmatchcase(target, pattern) for pattern in allowed):
-                found.append(f"{module} imports {spelled}; it may import {', '.join(allowed) or 'nothing of this project'}")
+                found.append(f"{module} imports {imported}; it may import {', '.join(allowed) or 'nothing of this project'}")
             elif module.split(".")[0] == "evals" and top == "lowbit" and not is_public(target, name):
-                found.append(f"{module} imports {spelled}, which is not public")
+                found.append(f"{module} imports {imported}, which is not public")
         elif others is not None and top not in others and top not in sys.stdlib_module_names:
-            found.append(f"{module} imports {spelled}; from elsewhere it may import {', '.join(others)}")
+            found.append(f"{module} imports {imported}; from elsewhere it may import {', '.join(others)}")
     return found
 
 
@@ -195,7 +198,7 @@ import lowbit
 print(torch.cuda.is_initialized(), *sorted(set(sys.modules) - known))
 """
 LIGHT = {
-    *("lowbit", "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.arrival", "lowbit.version"),
+    *("lowbit", "lowbit.autocast", "lowbit.pickling", "lowbit.pretrained", "lowbit.pretrained.import_hooks", "lowbit.version"),
     *("lowbit_kernels", "lowbit_kernels.rules", "lowbit_kernels.schemas"),
 }
 

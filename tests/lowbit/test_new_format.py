@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lowbit
-from lowbit import FORMATS, Float, QTensor, Scheme, Target, quantize_
+from lowbit import FORMATS, Float, LayerConfig, QTensor, Scheme, quantize_
 from tests.support.models import mlp
 
 
@@ -26,8 +26,8 @@ def test_it_quantizes_saves_loads_and_multiplies(made_up, tmp_path):
     torch.testing.assert_close(torch.nn.functional.linear(x, q), x @ q.dequantize().t())
 
     model = mlp()
-    plan = quantize_(model, {"*": Target(scheme)})
-    assert all(layer.target.weight == scheme for layer in plan.changed)
+    plan = quantize_(model, {"*": LayerConfig(scheme)})
+    assert all(layer.config.weight == scheme for layer in plan.quantized)
     lowbit.save(model, tmp_path)
     again = lowbit.load(tmp_path, model=mlp())
     x = torch.randn(2, 40)

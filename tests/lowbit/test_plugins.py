@@ -128,6 +128,6 @@ def test_a_module_of_a_registered_class_is_quantized_and_those_below_it_are_not(
             return super().forward(input) * 2
 
     model = nn.Sequential(Other(64, 8), Below(64, 8))
-    assert not lowbit.plan(model, "int4_g32").changed
+    assert not lowbit.plan(model, "int4_g32").quantized
     monkeypatch.setitem(MODULES, Other, "linear")
-    assert [layer.name for layer in lowbit.plan(model, "int4_g32").changed] == ["0"]
+    assert [layer.name for layer in lowbit.plan(model, "int4_g32").quantized] == ["0"]

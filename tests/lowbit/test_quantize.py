@@ -21,14 +21,14 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 def dense_twin(model: nn.Module, quantized: nn.Module) -> nn.Module:
     """``model`` with each weight set to what the quantized one stands for: the same outputs, by plain PyTorch."""
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     for name, module in quantized.named_modules(remove_duplicate=False):
         if isinstance(module, QLinear | QEmbedding):
-            target = twin.get_submodule(name)
+            target = duplicate.get_submodule(name)
             weight = module.weight.dequantize()
             with torch.no_grad():
                 target.weight.copy_(weight.t() if type(target).__name__ == "Conv1D" else weight)
-    return twin
+    return duplicate
 
 
 @pytest.mark.parametrize("name", [name for name in api.__all__ if "activation" not in name])
@@ -37,7 +37,7 @@ def test_every_factory_computes_with_the_weights_it_stores(name, make):
     model = make()
     quantized = copy.deepcopy(model)
     plan = quantize_(quantized, getattr(api, name)())
-    assert plan.changed
+    assert plan.quantized
     assert plan.bytes_after < plan.bytes_before
     torch.testing.assert_close(logits(quantized), logits(dense_twin(model, quantized)), rtol=1e-4, atol=1e-5)
 
@@ -76,7 +76,7 @@ def test_plan_is_what_quantize_carries_out_and_touches_nothing():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     carried = quantize_(model, "int4")
     assert planned == carried
-    for layer in carried.changed:
+    for layer in carried.quantized:
         module = model.get_submodule(layer.name)
         assert layer.bits_per_weight == module.weight.bits_per_weight
         assert set(layer.kernels) == {1, 16, 512}
@@ -96,7 +96,7 @@ def test_planned_bytes_are_the_bytes_held():
     for recipe in ("int8", "int4", "int3", "mxfp6", "nvfp4", "nf4"):
         model = mlp()
         plan = quantize_(model, recipe)
-        for layer in plan.changed:
+        for layer in plan.quantized:
             weight = model.get_submodule(layer.name).weight
             zero_points = 0 if weight.zero_point is None else weight.zero_point.numel() * (8 - weight.scheme.bits) / 8
             assert abs(layer.bytes_after - (weight.nbytes - zero_points)) <= 1, (recipe, layer.name)
@@ -122,8 +122,8 @@ def test_tied_weights_are_quantized_once_and_stay_tied(pattern):
     entry = next(layer for layer in plan.layers if layer.name == "lm_head")
     assert entry.tied_to == "model.embed_tokens"
     assert lowbit.plan(model, "int4").bytes_before == plan.bytes_after
-    twin = copy.deepcopy(model)
-    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+    duplicate = copy.deepcopy(model)
+    assert duplicate.lm_head.weight is duplicate.model.embed_tokens.weight
     assert torch.isfinite(logits(model)).all()
 
 
@@ -167,7 +167,7 @@ def test_filter_fn_is_asked_about_each_layer():
         return "mlp" in name
 
     plan = quantize_(model, "int4", filter_fn=only_mlp)
-    assert {layer.name for layer in plan.changed} == {name for name in asked if "mlp" in name}
+    assert {layer.name for layer in plan.quantized} == {name for name in asked if "mlp" in name}
     assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
 
 
@@ -203,7 +203,7 @@ def test_what_is_quantized_already_is_left_and_named():
     up = model.model.layers[0].mlp.up_proj
     plan = quantize_(model, "int8")
     assert model.model.layers[0].mlp.up_proj is up
-    assert any("quantized already (uint4:g128:zint:bf16)" in layer.reason for layer in plan.kept)
+    assert any("quantized already (uint4:g128:zint:bf16)" in layer.reason for layer in plan.skipped)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -233,8 +233,8 @@ def test_layers_that_compute_something_of_their_own_are_left_with_the_reason():
     normed = nn.utils.parametrizations.weight_norm(linear())
     model = nn.Sequential(Scaled(8, 8), linear(), forward, backward, normed, halved_bias, nn.LazyLinear(8), nn.Conv2d(1, 1, 3))
     plan = quantize_(model, "int8")
-    assert [layer.name for layer in plan.changed] == ["1"]
-    reasons = {layer.name: layer.reason for layer in plan.kept}
+    assert [layer.name for layer in plan.quantized] == ["1"]
+    reasons = {layer.name: layer.reason for layer in plan.skipped}
     assert reasons.keys() == {"0", "2", "3", "4", "5", "6", "7.weight"}
     assert reasons["0"] == "Scaled computes something of its own"
     assert "hooks" in reasons["2"]
@@ -251,7 +251,7 @@ def test_a_weight_that_another_module_reads_as_a_parameter_is_left_as_it_is():
     model.head.append(model.embed.weight)
     model.up = nn.Linear(4, 4)
     plan = quantize_(model, {"embed": "int8", "*": "int4"})
-    assert [layer.name for layer in plan.changed] == ["up"]
+    assert [layer.name for layer in plan.quantized] == ["up"]
     assert plan.layers[0].reason.startswith("tied to head.0, which cannot be quantized")
 
 
@@ -296,7 +296,7 @@ def test_the_work_of_a_plan_grows_with_the_layers_not_with_their_square():
 def test_meta_weights_are_planned_but_not_quantized():
     with torch.device("meta"):
         model = mlp()
-    assert len(lowbit.plan(model, "int4").changed) == 3
+    assert len(lowbit.plan(model, "int4").quantized) == 3
     with pytest.raises(ValueError, match="meta device"):
         quantize_(model, "int4")
 
@@ -314,7 +314,7 @@ def test_gradients_reach_the_input_and_biases_but_no_weight():
 def test_progress_counts_every_layer():
     seen = []
     plan = quantize_(mlp(), "int4", progress=lambda layer, done, total: seen.append((layer.name, done, total)))
-    assert seen == [(layer.name, i + 1, 3) for i, layer in enumerate(plan.changed)]
+    assert seen == [(layer.name, i + 1, 3) for i, layer in enumerate(plan.quantized)]
 
 
 def test_generate_runs_on_a_quantized_model():

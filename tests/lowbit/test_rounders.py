@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lowbit import QTensor
 from lowbit.algorithms import ROUNDERS, Rounded
-from lowbit.algorithms.descent import descend
+from lowbit.algorithms.coordinate_descent import descend
 from lowbit.algorithms.hessian import damped, inverse_factor
 from lowbit.grid import Scales, grouped, scale_values, to_codes, to_values
+from lowbit.layer_config import LayerConfig
 from lowbit.scales import choose
 from lowbit.scheme import PLAIN_SCALES, SCHEMES, Scheme
 from lowbit.statistics import Statistics
-from lowbit.target import Target
 from tests.support.published_gptq import published_gptq
 from tests.support.strategies import schemes, seeds, weights
 
@@ -363,7 +363,7 @@ def test_options_are_checked_before_work(rounder, options, message):
     with pytest.raises(ValueError, match=message):
         round_by(rounder, normal(2, 8, 0), SCHEMES["int4"], correlated(8, 0), **options)
     with pytest.raises(ValueError, match=message):
-        Target(SCHEMES["int4"], rounder=rounder, options=options)
+        LayerConfig(SCHEMES["int4"], rounder=rounder, options=options)
 
 
 @rounders

@@ -1,4 +1,4 @@
-"""Schemes: every composable one is spelled and read back, and what means nothing is refused with a remedy."""
+"""Schemes: every composable one has a name that is read back, and what means nothing is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support.strategies import COMPOSABLE, make_weight, schemes
 
 @pytest.mark.parametrize("group", [-1, 1, 7, 128])
 def test_every_composable_scheme_is_read_back(group):
-    spelled = {}
+    names_seen = {}
     for name, zero, scale, outer in COMPOSABLE:
         scheme = Scheme(name, group, zero, scale, outer)
         assert Scheme.parse(str(scheme)) == scheme
-        assert spelled.setdefault(str(scheme), scheme) == scheme, "two schemes, one spelling"
-    assert len(spelled) == len(COMPOSABLE)
+        assert names_seen.setdefault(str(scheme), scheme) == scheme, "two schemes, one name"
+    assert len(names_seen) == len(COMPOSABLE)
 
 
 def test_what_is_composable():
@@ -153,11 +153,11 @@ def test_dtypes():
         (lambda: Scheme(Table("nf4", range(16))), "format 'nf4' is not in FORMATS"),
         (lambda: Scheme.parse("int44"), "no scheme named 'int44'; did you mean .*int4"),
         (lambda: Scheme.parse(""), "no scheme named ''; did you mean int8"),
-        (lambda: Scheme.parse("int4:128"), "a scheme is spelled format:g128:zint:bf16 .*, got 'int4:128'"),
+        (lambda: Scheme.parse("int4:128"), "a canonical name is format:g128:zint:bf16 .*, got 'int4:128'"),
         (lambda: Scheme.parse("int4:g0:bf16"), "at least 1, got 0"),
         (lambda: Scheme.parse("int4:g128:zint:bf16"), "unsigned integer format"),
         (lambda: Scheme.parse("int4_g0"), "at least 1, got 0"),
-        (lambda: Scheme.parse("int4:g8:bf16:outer:outer"), "a scheme is spelled"),
+        (lambda: Scheme.parse("int4:g8:bf16:outer:outer"), "a canonical name is"),
     ],
 )
 def test_errors(make, message):

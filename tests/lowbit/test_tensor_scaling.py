@@ -145,14 +145,14 @@ def test_a_vocabulary_changes(recipe, size, tied, tmp_path: Path):
     torch.testing.assert_close(after[..., :k], before[..., :k])
     if rows > 96:  # new rows are there, and are numbers
         assert model(torch.full((1, 3), rows - 1)).logits.isfinite().all()
-    for name, twin in (("a copy", copy.deepcopy(model)), ("a file", None)):
-        if twin is None and tied:
+    for name, duplicate in (("a copy", copy.deepcopy(model)), ("a file", None)):
+        if duplicate is None and tied:
             lowbit.save(model, tmp_path)
-            twin = lowbit.load(tmp_path)
-        if twin is not None:
-            assert torch.equal(twin(ids).logits, after), name
-            twin.resize_token_embeddings(70, mean_resizing=False)
-            assert {n: type(module) for n, module in twin.named_modules()} == classes
+            duplicate = lowbit.load(tmp_path)
+        if duplicate is not None:
+            assert torch.equal(duplicate(ids).logits, after), name
+            duplicate.resize_token_embeddings(70, mean_resizing=False)
+            assert {n: type(module) for n, module in duplicate.named_modules()} == classes
 
 
 @pytest.mark.filterwarnings("ignore:The new")
@@ -161,7 +161,7 @@ def test_a_head_keeps_what_is_done_to_its_input():
     lowbit.rewrite_(model, "rotation(int8)")
     quantize_(model, lowbit.awq({"lm_head": "int8", "*": None}), calibration=tokens(4))
     head = model.lm_head
-    head.transform = lowbit.inserted.Multiply(torch.full((64,), 2.0))
+    head.transform = lowbit.transforms.ChannelScale(torch.full((64,), 2.0))
     before = model(tokens() % 80).logits
     model.resize_token_embeddings(80)
     assert model.lm_head is head
@@ -183,7 +183,7 @@ def test_rwkv_scales_its_weights_as_it_does_float_ones(scheme, tmp_path):
     model = rwkv()
     dense = copy.deepcopy(model)
     plan = quantize_(model, scheme)
-    assert len(plan.changed) == 28
+    assert len(plan.quantized) == 28
     for name, module in model.named_modules():
         if isinstance(module, QLinear):
             dense.get_submodule(name).weight.data = module.weight.dequantize()

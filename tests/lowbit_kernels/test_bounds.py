@@ -22,7 +22,7 @@ import lowbit_kernels.ops  # noqa: F401 - defines the operators
 from lowbit import QTensor, Scheme
 from lowbit.scheme import PLAIN_SCALES
 from lowbit_kernels import cpu
-from lowbit_kernels.held import check_held
+from lowbit_kernels.storage_check import check_storage
 from tests.support import strategies  # noqa: F401 - its profile
 from tests.support.processors import needs_digits
 
@@ -58,22 +58,22 @@ def calls(scheme: str) -> dict[str, list[Any]]:
         rest = [numbers, scales if scales is None else scales.clone(), how.group_size]
         found |= {
             "lowbit_cpu.linear": [x, *weight, bias, *rest],
-            "lowbit_cpu.panel": [torch.empty(N, K), *weight, *rest],
-            "lowbit_cpu.takes_digits": [numbers, False],
+            "lowbit_cpu.dequantize": [torch.empty(N, K), *weight, *rest],
+            "lowbit_cpu.supports_split_int8": [numbers, False],
             "lowbit_cpu.quantize": [
                 torch.randn(N, K), torch.empty(N, K // 2, dtype=torch.uint8), torch.empty(N, 2),
                 torch.empty(N, 2, dtype=torch.uint8), 4, 32, 0.0, 15.0, 7.0,
             ],
         }  # fmt: skip
-        if torch.ops.lowbit_cpu.has_dots():
-            found["lowbit_cpu.dots_linear"] = [x.bfloat16(), *weight, bias, *rest]
-        if how.format in cpu.OF_DIGITS.formats and how.zero_point != "float" and cpu._digits_available() is None:
-            for digits in (1, 3):
-                found[f"lowbit_cpu.digits_linear {digits}"] = [x, *weight, bias, *rest, digits, None]
-            found["lowbit_cpu.digits_linear static"] = [x, *weight, bias, *rest, 1, torch.tensor(0.5)]
-            found["lowbit_cpu.digits_linear interleaved"] = [x, *weight, bias, *rest, 2, None, True]
-            found["lowbit_cpu.digits_prepared"] = [x, *weight, bias, *rest, 2, None]
-            prepared = torch.ops.lowbit_cpu.digits_prepared(x, *weight, bias, *rest, 2, None)
+        if torch.ops.lowbit_cpu.has_bf16_dot():
+            found["lowbit_cpu.bf16_dot_gemm"] = [x.bfloat16(), *weight, bias, *rest]
+        if how.format in cpu.SPLIT_INT8.formats and how.zero_point != "float" and cpu._split_int8_available() is None:
+            for limbs in (1, 3):
+                found[f"lowbit_cpu.split_int8_gemv {limbs}"] = [x, *weight, bias, *rest, limbs, None]
+            found["lowbit_cpu.split_int8_gemv static"] = [x, *weight, bias, *rest, 1, torch.tensor(0.5)]
+            found["lowbit_cpu.split_int8_gemv interleaved"] = [x, *weight, bias, *rest, 2, None, True]
+            found["lowbit_cpu.split_int8_gemv_prepare"] = [x, *weight, bias, *rest, 2, None]
+            prepared = torch.ops.lowbit_cpu.split_int8_gemv_prepare(x, *weight, bias, *rest, 2, None)
             found["lowbit_cpu.prepared_linear"] = [x, prepared, _Kept((weight, bias, rest))]
     return found
 
@@ -151,12 +151,12 @@ def test_rows_that_lie_within_their_storage_are_held() -> None:
         x[60:],
         x.view(6, 10).t(),
     ):
-        check_held(view)
+        check_storage(view)
     view = x.view(6, 10)[:, 7:]
     x.untyped_storage().resize_(59 * 4)
     with pytest.raises(ValueError, match=r"float32 \(6, 3\) has a storage of 236 bytes, which does not hold it"):
-        check_held(view)
-    check_held(view[:5])
+        check_storage(view)
+    check_storage(view[:5])
 
 
 # ---- anything ----------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ WORDS = (
         "",
         "canonical",
         "interleaved",
-        "tiles",
+        "mma_fragment",
         "mse",
         "portable",
         "avx2",
@@ -311,7 +311,7 @@ def test_prepared_bytes_that_were_written_to() -> None:
     wanted = torch.ops.lowbit_cpu.prepared_linear(x, prepared)
     for place in range(prepared.numel()):
         prepared[place] ^= 1
-        with pytest.raises(RuntimeError, match="prepared must be what digits_prepared returned"):
+        with pytest.raises(RuntimeError, match="prepared must be what split_int8_gemv_prepare returned"):
             torch.ops.lowbit_cpu.prepared_linear(x, prepared)
         prepared[place] ^= 1
     assert torch.equal(torch.ops.lowbit_cpu.prepared_linear(x, prepared), wanted)
@@ -321,8 +321,8 @@ def test_prepared_bytes_that_were_written_to() -> None:
 
 
 def test_mutated_files_load_or_are_refused() -> None:
-    """A thousand of them; ``python -m tests.support.mutated COUNT`` reads as many as one likes."""
-    program = [sys.executable, "-m", "tests.support.mutated", "1000", "1"]
+    """A thousand of them; ``python -m tests.support.fuzzed_checkpoints COUNT`` reads as many as one likes."""
+    program = [sys.executable, "-m", "tests.support.fuzzed_checkpoints", "1000", "1"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     counts = json.loads(done.stdout)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit import Scheme
-from lowbit.evals import crossover, walks
-from lowbit.evals.walks import Times, Walk
+from lowbit.evals import cold_cache, crossover
+from lowbit.evals.cold_cache import Sweep, Times
 from lowbit_kernels import crossovers, registry
 
 
 @pytest.fixture(autouse=True)
 def _small_caches(monkeypatch):
-    monkeypatch.setitem(walks.COLD, "cpu", 1 << 20)
+    monkeypatch.setitem(cold_cache.COLD, "cpu", 1 << 20)
 
 
 def test_segments_prefer_the_registrys_order_unless_another_row_gains():
@@ -61,17 +61,17 @@ def test_a_table_in_the_package_names_rows_schemes_and_layouts_that_there_are(pa
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=3), st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
 def test_rows_of_hard_work_are_compared_at_one_clock(costs, clocks):
-    """However fast the clock is while a row takes turns with the first one, their ratio is what is kept."""
+    """However fast the clock is while a row is interleaved with the first one, their ratio is what is kept."""
     at = iter(clocks)
 
-    def timed(calls, x, beside=None, **how):
+    def timed(calls, x, baseline=None, **how):
         clock = next(at)
-        return Times(calls[0] / clock, calls[0] / clock, True, None if beside is None else beside.calls[0] / clock)
+        return Times(calls[0] / clock, calls[0] / clock, True, None if baseline is None else baseline.calls[0] / clock)
 
-    walks = {str(i): Walk([cost], None) for i, cost in enumerate([1.0, *costs])}
+    sweeps = {str(i): Sweep([cost], None) for i, cost in enumerate([1.0, *costs])}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crossover, "timed", timed)
-        found = crossover._hard(walks, repeats=3)
+        found = crossover._against_first(sweeps, repeats=3)
     assert found["0"] == 1.0 / clocks[0]
     assert [found[str(i + 1)] / found["0"] for i in range(len(costs))] == pytest.approx(costs)
 
@@ -97,7 +97,7 @@ def test_a_table_is_measured_written_and_read(tmp_path, monkeypatch, capsys):
 
 def test_a_call_takes_the_entry_that_is_most_like_it():
     def entry(scheme, n, k, row):
-        return crossovers.Entry("linear", str(Scheme.parse(scheme)), "tiles", n, k, ((8, row), (None, row + "_many")))
+        return crossovers.Entry("linear", str(Scheme.parse(scheme)), "mma_fragment", n, k, ((8, row), (None, row + "_many")))
 
     entries = (
         entry("int4", 1024, 1024, "small"),
@@ -107,7 +107,7 @@ def test_a_call_takes_the_entry_that_is_most_like_it():
     )
     table = crossovers.Crossovers("a GPU", 90, entries)
 
-    def fastest(scheme, m, n, k, layout="tiles"):
+    def fastest(scheme, m, n, k, layout="mma_fragment"):
         return table.fastest("linear", Scheme.parse(scheme), layout, m, n, k)
 
     assert fastest("int4", 8, 1024, 2048) == "small"

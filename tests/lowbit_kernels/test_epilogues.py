@@ -1,4 +1,5 @@
-"""Functions that products end in: of every row within the bound of its contract, and the receipt says where they were applied."""
+"""Functions that products end in: of every row within the bound of its contract, and the kernel trace says where they were
+applied."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def scheme_for(row: Kernel) -> Scheme:
         "uint4:g128:zint:bf16", "int8:row:bf16", "fp4_e2m1:g32:e8m0", "fp8_e4m3fn:row:bf16", "fp4_e2m1:g16:fp8_e4m3fn:outer",
         "int8:g32:e8m0", "int4:g128:bf16", "int3:g128:bf16", "nf4:g128:bf16", "fp4_e2m1:g32:bf16",
     )  # fmt: skip
-    for spelling in spellings:
-        scheme = Scheme.parse(spelling)
+    for scheme_str in spellings:
+        scheme = Scheme.parse(scheme_str)
         fits = row.zero_points is None or scheme.zero_point in row.zero_points
         fits &= row.formats is None or scheme.format in row.formats
         fits &= row.scales is None or scheme.scale + ("+outer" if scheme.outer else "") in row.scales
@@ -59,11 +60,11 @@ def checked(row: Kernel, op: str, name: str, x: Tensor, q: QTensor, bias: Tensor
     more = (str(ACTIVATION), None) if op == "quantized_linear" else ()
     if op == "quantized_linear" and scheme.format.startswith("fp8"):
         more = ("fp8_e4m3fn:row:fp32", None)
-    with strict(row.name), lowbit.trace_kernels() as receipt:
+    with strict(row.name), lowbit.trace_kernels() as trace:
         y = getattr(torch.ops.lowbit, op)(*parts, str(scheme), row.layout or "canonical", *more, name).cpu()
     within = name in row.epilogues
-    assert [r.epilogue for r in receipt.counts] == [f"{name} {'within' if within else 'on its result'}"]
-    assert f", {name} " in str(receipt)
+    assert [r.epilogue for r in trace.counts] == [f"{name} {'within' if within else 'on its result'}"]
+    assert f", {name} " in str(trace)
     wide, w = x.double(), q.dequantize(torch.float64)
     if more:
         activation = Scheme.parse(more[0])
@@ -118,9 +119,9 @@ SCHEMES = (
     st.integers(1, 9), st.sampled_from((1, 3)), st.sampled_from((64, 200, 512)), st.sampled_from((1, 2)), st.booleans(),
     st.sampled_from((0.01, 1.0, 30.0)), st.integers(0, 2**32),
 )  # fmt: skip
-def test_triton_applies_it_before_it_rounds(row, spelling, name, dtype, n, m, k, parts, biased, size, seed):
+def test_triton_applies_it_before_it_rounds(row, scheme_str, name, dtype, n, m, k, parts, biased, size, seed):
     """In products of one row of x and of several, of sums in one part and in several, and for numbers far from zero."""
-    scheme, random = Scheme.parse(spelling), torch.Generator().manual_seed(seed)
+    scheme, random = Scheme.parse(scheme_str), torch.Generator().manual_seed(seed)
     if row.groups is not None and row.groups(scheme.group_size) is not None:
         return
     if row.formats is not None and scheme.format not in row.formats:
@@ -128,7 +129,7 @@ def test_triton_applies_it_before_it_rounds(row, spelling, name, dtype, n, m, k,
     q = QTensor.quantize(torch.randn(n, k, generator=random, dtype=torch.float32).to(dtype), scheme)
     x = (torch.randn(min(m, row.m[1] or m), k, generator=random) * size).to(dtype)
     bias = torch.randn(n, generator=random).to(dtype) if biased else None
-    block = {"BLOCK_M": 16, "BLOCK_N": 32, "WORDS": 16, "num_warps": 4, "STAGES": 2, "PARTS": parts}
+    block = {"BLOCK_M": 16, "BLOCK_N": 32, "WORDS": 16, "num_warps": 4, "STAGES": 2, "SPLIT_K": parts}
     assert set(EPILOGUES) == row.epilogues
     with blocks.fixed("gemm", block):
         checked(row, "linear", name, x, q, bias)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lowbit_kernels.ops  # noqa: F401 - defines the operators
-from lowbit.formats import FORMATS, format_named
+from lowbit.formats import FORMATS, get_format
 from lowbit.grid import Scales, to_codes, to_values
 from lowbit.packing import pack, unpack
 from lowbit.scales import choose
@@ -108,7 +108,7 @@ def activations(row: Kernel) -> tuple[str, ...]:
         return ACTIVATIONS
     scheme = Scheme(min(row.formats), scale="fp32")
     call = Call(row.op, "cuda", 90, row.layout or "canonical", scheme, torch.float16, 1, 16, 16)
-    return tuple(a for a in ACTIVATIONS if row.also(replace(call, activation=Scheme.parse(a))) is None)
+    return tuple(a for a in ACTIVATIONS if row.predicate(replace(call, activation=Scheme.parse(a))) is None)
 
 
 def scheme_of(weight: tuple[str, str], group: int, scale: str) -> Scheme:
@@ -135,10 +135,10 @@ class Run(NamedTuple):
         rest = tuple(on(self.device, arg) if isinstance(arg, Tensor) else arg for arg in rest)
         if by == "row":
             return self.row.run(*there, scheme, *rest)
-        spelled = (str(scheme),) if self.row.op == "quantize" else (str(scheme), self.row.layout or "canonical")
+        scheme_args = (str(scheme),) if self.row.op == "quantize" else (str(scheme), self.row.layout or "canonical")
         rest = tuple(str(arg) if isinstance(arg, Scheme) else arg for arg in rest)
         with strict(self.row.name):
-            return getattr(torch.ops.lowbit, self.row.op)(*there, *spelled, *rest)
+            return getattr(torch.ops.lowbit, self.row.op)(*there, *scheme_args, *rest)
 
 
 def on(device: str, tensor: Tensor | None) -> Tensor | None:
@@ -231,7 +231,7 @@ def make_weight(scheme: Scheme, *shape: int) -> Weight:
         scale *= 64
     if scheme.reach < 0:  # the scales that are chosen for it have either sign
         scale *= torch.randint(2, scale.shape, generator=random) * 2 - 1
-    stored = format_named(scheme.scale).encode(scale) if scheme.scale in FORMATS else scale.to(scheme.scale_dtype)
+    stored = get_format(scheme.scale).encode(scale) if scheme.scale in FORMATS else scale.to(scheme.scale_dtype)
     zero = None
     if scheme.zero_point == "int":
         zero = torch.randint(1 << scheme.bits, scale.shape, dtype=torch.uint8, generator=random)
@@ -405,5 +405,5 @@ def test_quantize(run: Run, dtype: torch.dtype) -> None:
 
 def test_every_operator_with_a_row_is_tested() -> None:
     tested = {"linear", "grouped_linear", "quantized_linear", "dequantize", "embedding", "quantize"}
-    tested |= {"rms_norm_quantize", "codes_linear"}  # in test_tokens.py
+    tested |= {"rms_norm_quantize", "codes_linear"}  # in test_fused_norm_quant.py
     assert {row.op for row in kernels()} == tested

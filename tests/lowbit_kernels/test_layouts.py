@@ -16,7 +16,7 @@ from lowbit.formats import FORMATS
 from lowbit.packing import pack
 from lowbit.scheme import SCHEMES
 from lowbit_kernels.layouts import LAYOUTS, Parts
-from lowbit_kernels.tiles import ROWS, Unit
+from lowbit_kernels.mma_fragment import ROWS, Unit
 
 NAMES = (*SCHEMES, "int4_g48", "int5_row", "uint4:row:zint:bf16", "uint3:g32:zfloat:fp32", "int8_g64", "int4_sym_g16")
 
@@ -30,7 +30,7 @@ def parts_of(scheme: Scheme, *shape: int) -> Parts:
 @settings(deadline=None)
 @given(name=st.sampled_from(NAMES), n=st.integers(1, 40), k=st.integers(1, 1100), experts=st.sampled_from([(), (2,)]))
 def test_tiles_lose_nothing(name: str, n: int, k: int, experts: tuple[int, ...]) -> None:
-    scheme, layout = Scheme.parse(name), LAYOUTS["tiles"]
+    scheme, layout = Scheme.parse(name), LAYOUTS["mma_fragment"]
     parts = parts_of(scheme, *experts, n, k)
     there = layout.arrange(parts, scheme, k)
     assert (there.packed.shape[-2:], there.scale.shape[-1]) == ((n, layout.sizes(scheme, n, k)[0]), layout.sizes(scheme, n, k)[1])
@@ -50,7 +50,7 @@ def arranged(name: str, n: int, k: int) -> tuple[Tensor, Tensor, Unit]:
     scheme = Scheme.parse(name)
     codes = torch.randint(1 << scheme.bits, (n, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     parts = Parts(pack(codes, scheme.bits), torch.ones(n, scheme.groups(k)).to(scheme.scale_dtype), None)
-    return codes, LAYOUTS["tiles"].arrange(parts, scheme, k).packed.flatten(), Unit.of(scheme)
+    return codes, LAYOUTS["mma_fragment"].arrange(parts, scheme, k).packed.flatten(), Unit.of(scheme)
 
 
 def words_at(flat: Tensor, unit: Unit, bits: int, k: int, row: int, column: int) -> tuple[list[int], int, int]:
@@ -132,37 +132,37 @@ def test_tiles_of_nothing() -> None:
     for n, k in ((0, 64), (3, 0)):
         parts = Parts(torch.zeros(n, k // 2, dtype=torch.uint8), *(torch.zeros(n, -(-k // 128)) for _ in range(2)))
         parts = Parts(parts.packed, parts.scale.bfloat16(), parts.zero_point.to(torch.uint8))
-        back = LAYOUTS["tiles"].restore(LAYOUTS["tiles"].arrange(parts, scheme, k), scheme, k)
+        back = LAYOUTS["mma_fragment"].restore(LAYOUTS["mma_fragment"].arrange(parts, scheme, k), scheme, k)
         assert [part.shape for part in back] == [part.shape for part in parts]
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int3", "mxfp4", "nvfp4", "nf4"])
 def test_every_operator_takes_a_weight_in_tiles(name: str) -> None:
-    """Rows of other layouts restore the canonical bytes, and the receipt says so."""
+    """Rows of other layouts restore the canonical bytes, and the kernel trace says so."""
     q = QTensor.quantize(torch.randn(20, 130, generator=torch.Generator().manual_seed(0)), name)
-    tiles = q.to_layout("tiles")
+    tiles = q.to_layout("mma_fragment")
     x = torch.randn(3, 130, generator=torch.Generator().manual_seed(1))
     with trace_kernels() as trace:
         y = torch.nn.functional.linear(x, tiles)
     with strict("reference_linear"):  # the row that takes any layout; a canonical weight may have a quicker one
         assert torch.equal(y, torch.nn.functional.linear(x, q))
-    assert {receipt.layout for receipt in trace.counts} == {"tiles restored to canonical"}
-    assert "from tiles restored to canonical" in str(trace)
+    assert {entry.layout for entry in trace.counts} == {"mma_fragment restored to canonical"}
+    assert "from mma_fragment restored to canonical" in str(trace)
     assert torch.equal(tiles.dequantize(), q.dequantize())
     indices = torch.tensor([3, 19, 3])
     assert torch.equal(torch.nn.functional.embedding(indices, tiles), torch.nn.functional.embedding(indices, q))
     experts = QTensor.quantize(torch.randn(2, 20, 130, generator=torch.Generator().manual_seed(0)), name)
     batch = torch.randn(2, 3, 130)
     with strict("reference_linear"):
-        assert torch.equal(torch.bmm(batch, experts.to_layout("tiles").mT), torch.bmm(batch, experts.mT))
+        assert torch.equal(torch.bmm(batch, experts.to_layout("mma_fragment").mT), torch.bmm(batch, experts.mT))
 
 
 def test_the_operator_refuses_another_layout_s_bytes() -> None:
     q = QTensor.quantize(torch.randn(20, 130, generator=torch.Generator().manual_seed(0)), "int4")
     parts = (q.packed, q.scale, q.zero_point, q.outer, None, str(q.scheme))
-    with pytest.raises(ValueError, match="in the layout tiles must be uint8 rows"):
-        torch.ops.lowbit.linear(torch.ones(130), *parts, "tiles")
-    with pytest.raises(ValueError, match="no layout named 'bricks'; there are canonical, tiles"):
+    with pytest.raises(ValueError, match="in the layout mma_fragment must be uint8 rows"):
+        torch.ops.lowbit.linear(torch.ones(130), *parts, "mma_fragment")
+    with pytest.raises(ValueError, match="no layout named 'bricks'; there are canonical, mma_fragment"):
         torch.ops.lowbit.linear(torch.ones(130), *parts, "bricks")
 
 

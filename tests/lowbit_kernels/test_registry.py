@@ -1,4 +1,4 @@
-"""The registry: order, explanations, strict mode, receipts."""
+"""The registry: order, explanations, strict mode, traces."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_refusals_name_the_field_and_the_value() -> None:
         m=(1, 8),
         arch=90,
         available=lambda: None,
-        also=lambda call: None if call.activation is None else f"activation: takes none, got {call.activation}",
+        predicate=lambda call: None if call.activation is None else f"activation: takes none, got {call.activation}",
     )
     good = call(device="cuda")
     assert row.refusal(good) is None
@@ -147,7 +147,7 @@ def test_refusals_name_the_field_and_the_value() -> None:
         ({"scheme": INT4.replace(scale="fp8_e4m3fn", outer=True)}, "scale: takes bf16, got fp8_e4m3fn+outer"),
         ({"scheme": INT4.replace(group_size=24)}, "group_size: takes multiples of 16, got 24"),
         ({"dtype": torch.float32}, "dtype: takes torch.bfloat16, got torch.float32"),
-        ({"layout": "tiles"}, "layout: takes canonical, got tiles"),
+        ({"layout": "mma_fragment"}, "layout: takes canonical, got mma_fragment"),
         ({"m": 0}, "M: takes 1..8, got 0"),
         ({"m": 9}, "M: takes 1..8, got 9"),
         ({"arch": 80}, "arch: needs at least 90, got 80"),
@@ -179,12 +179,12 @@ def test_trace_counts_what_ran() -> None:
             linear(3)
             linear(0)
     linear(3)
-    counts = {(receipt.op, receipt.m): count for receipt, count in outer.counts.items()}
+    counts = {(entry.op, entry.m): count for entry, count in outer.counts.items()}
     assert counts == {("quantize", 0): 3, ("linear", 3): 2, ("linear", 0): 1}
     assert sum(inner.counts.values()) == 4
     assert sum(outer.kernels()[name] for name in ("reference_quantize", "cpu_quantize")) == 3
-    receipt = next(r for r in outer.counts if r.op == "linear" and r.m == 0)
-    assert receipt[1:] == ("reference_linear", "weights rounded once", str(INT4), "float32", "cpu", 0, 8, 64, "canonical", "none")
+    entry = next(r for r in outer.counts if r.op == "linear" and r.m == 0)
+    assert entry[1:] == ("reference_linear", "weights rounded once", str(INT4), "float32", "cpu", 0, 8, 64, "canonical", "none")
     assert "1 x linear by reference_linear (weights rounded once), uint4:g32:zint:bf16, float32 on cpu, M=0 N=8 K=64" in str(
         outer
     )
@@ -213,7 +213,7 @@ def test_which_row_takes_more_than_eight_rows_of_x_from_tiles(scheme: str, monke
     """On Hopper a row that no other device has comes before the one that takes sixteen everywhere."""
     rows = tuple(replace(row, available=lambda: None) for row in kernels())
     monkeypatch.setattr(registry, "kernels", lambda: rows)
-    call = Call("linear", "cuda", 90, "tiles", Scheme.parse(scheme), torch.bfloat16, 9, 1024, 1024)
-    for change, family in (({}, "gemm"), ({"m": 8}, "halves"), ({"arch": 80, "m": 16}, "halves")):
+    call = Call("linear", "cuda", 90, "mma_fragment", Scheme.parse(scheme), torch.bfloat16, 9, 1024, 1024)
+    for change, family in (({}, "mixed_gemm"), ({"m": 8}, "skinny_gemm"), ({"arch": 80, "m": 16}, "skinny_gemm")):
         taking = [name for name, refusal in explain(replace(call, **change)) if refusal is None]
-        assert taking[0].startswith(f"cuda_tiles_{family}")
+        assert taking[0].startswith(f"cuda_{family}")

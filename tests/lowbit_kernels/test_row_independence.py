@@ -40,7 +40,7 @@ def spoilt(x: Tensor, rows: Tensor, seed: int) -> tuple[Tensor, list[str]]:
             spoilt[row, column] = info.max
         elif kind == "zeros":
             spoilt[row] = 0
-        else:  # two digits have no unit for the least numbers, and sums of theirs would sink
+        else:  # two limbs have no unit for the least numbers, and sums of theirs would sink
             spoilt[row] *= info.smallest_normal * (info.eps if kind == "the least" else 1)
         held.append(kind)
     return spoilt, held
@@ -173,8 +173,8 @@ def test_a_norm_that_ends_in_codes(name: str, activation: str, dtype: torch.dtyp
                 codes, scale = torch.ops.lowbit.rms_norm_quantize(x, None, 1e-6, activation)
         else:
             codes, scale = torch.ops.lowbit.rms_norm_quantize(x, None, 1e-6, activation)
-        spelled = f"{scheme.format}:row:fp32", "canonical", activation
-        return torch.ops.lowbit.codes_linear(codes, scale, *weight.parts, None, *spelled, 64, x.dtype)
+        scheme_args = f"{scheme.format}:row:fp32", "canonical", activation
+        return torch.ops.lowbit.codes_linear(codes, scale, *weight.parts, None, *scheme_args, 64, x.dtype)
 
     assert_independent(make_x(5, 64, dtype, "plain"), 3, product, rounds=True)
     assert_independent(make_x(17, 64, dtype, "plain"), 0, product, rounds=True)

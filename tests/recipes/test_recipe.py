@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowbit
-from lowbit import SCHEMES, Recipe, Rule, Scheme, Target, api, methods, quantize_
+from lowbit import SCHEMES, LayerConfig, Recipe, Rule, Scheme, api, methods, quantize_
 from lowbit.algorithms import ROUNDERS, Rounder
 from lowbit.algorithms.rtn import rtn
-from lowbit.evals import further, recipes, rounders, tables
+from lowbit.evals import accuracy_recovery, recipes, rounders, tables
 from lowbit.evals.evaluation import TOY, TOY_TEXT, Material
 from lowbit.recipe import block_counts
 from lowbit.rewrite import Rewrite
@@ -36,14 +36,14 @@ def test_every_factory_is_a_recipe_by_its_name(name):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_scheme_is_a_recipe_by_its_name(name):
-    assert Recipe.of(name).rules[0].target.weight == SCHEMES[name]
+    assert Recipe.of(name).rules[0].config.weight == SCHEMES[name]
     assert Recipe.of(SCHEMES[name]).rules == Recipe.of(name).rules
 
 
 def test_names_take_a_group_size_and_symmetry():
-    assert Recipe.of("int4_g48").rules[0].target.weight == Scheme("uint4", 48, zero_point="int")
-    assert Recipe.of("int3_sym_g32").rules[0].target.weight == Scheme("int3", 32)
-    assert Recipe.of("nf4_row").rules[0].target.weight == Scheme("nf4")
+    assert Recipe.of("int4_g48").rules[0].config.weight == Scheme("uint4", 48, zero_point="int")
+    assert Recipe.of("int3_sym_g32").rules[0].config.weight == Scheme("int3", 32)
+    assert Recipe.of("nf4_row").rules[0].config.weight == Scheme("nf4")
 
 
 # ---- what is shipped -------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_names_take_a_group_size_and_symmetry():
 
 @pytest.fixture(scope="module")
 def toy() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """The model in the box, 512 tokens of its world, and the log probabilities that it gives behind each."""
+    """The bundled toy model, 512 tokens of its world, and the log probabilities that it gives behind each."""
     model = transformers.AutoModelForCausalLM.from_pretrained(TOY, dtype="auto").eval()
     ids = transformers.AutoTokenizer.from_pretrained(TOY)(TOY_TEXT.read_text()[:6000], add_special_tokens=False)["input_ids"]
     ids = torch.tensor([ids[:512]])
@@ -88,7 +88,7 @@ def test_every_shipped_recipe_runs_and_loses_what_its_bits_suggest(path, toy, of
     assert Recipe.from_text(recipe.to_json()).rules == recipe.rules
     model, ids, before = toy
     quantized = copy.deepcopy(model)
-    changed = quantize_(quantized, recipe, calibration=[ids[:, :64]] if recipe.needs_data else None).changed
+    changed = quantize_(quantized, recipe, calibration=[ids[:, :64]] if recipe.needs_data else None).quantized
     bits = sum(layer.bits_per_weight * math.prod(layer.shape) for layer in changed)
     bits /= sum(math.prod(layer.shape) for layer in changed)
     lost = divergence(quantized, ids, before)
@@ -154,24 +154,24 @@ def test_every_rounder_is_measured_and_has_its_line(toy):
 
 def test_further_questions_go_on_from_the_file(tmp_path, monkeypatch):
     """What is there is kept as it is; shares are of what the row of round-to-nearest, which is there, loses."""
-    kept = json.loads((tables.RESULTS / "further.json").read_text())["further"]
+    kept = json.loads((tables.RESULTS / "accuracy_recovery.json").read_text())["accuracy_recovery"]
     names = [recipe for recipe in rounders.RECIPES if "int3" in recipe]
     assert [row["recipe"] for row in kept] == ["float", *names]
-    (tmp_path / "further.json").write_text(json.dumps({"further": kept[:-1]}))
+    (tmp_path / "accuracy_recovery.json").write_text(json.dumps({"accuracy_recovery": kept[:-1]}))
     asked: list[str] = []
 
     def measured(what: list[str], rows: int, limit: int | None) -> list[dict]:
         asked.extend(what)
-        last = {name: value for name, value in kept[-1].items() if name != "won_back"}
+        last = {name: value for name, value in kept[-1].items() if name != "recovered"}
         return [{**kept[0], "value": 0.0}, last]
 
-    monkeypatch.setattr(further, "measure", measured)
-    further.main(["--keep", "--out", str(tmp_path / "further.json")])
+    monkeypatch.setattr(accuracy_recovery, "measure", measured)
+    accuracy_recovery.main(["--keep", "--out", str(tmp_path / "accuracy_recovery.json")])
     assert asked == names[-1:]
-    found = json.loads((tmp_path / "further.json").read_text())["further"]
+    found = json.loads((tmp_path / "accuracy_recovery.json").read_text())["accuracy_recovery"]
     assert found[1:] == kept[1:]
-    assert found[1]["won_back"] == 0
-    assert 0 < found[-1]["won_back"] < 1
+    assert found[1]["recovered"] == 0
+    assert 0 < found[-1]["recovered"] < 1
 
 
 # ---- blocks and optional rules ---------------------------------------------------------------------------------------
@@ -195,14 +195,14 @@ def test_blocks_are_counted_as_python_counts(stacks, blocks):
 def test_blocks_decide_in_a_model():
     what = "rules: [{match: '*', weight: int8, blocks: [-1]}, {match: '*', weight: int4}]"
     carried = quantize_(llama(), Recipe.from_text(what))
-    assert {(layer.name.split(".")[2], layer.target.weight.bits) for layer in carried.changed} == {("0", 4), ("1", 8)}
+    assert {(layer.name.split(".")[2], layer.config.weight.bits) for layer in carried.quantized} == {("0", 4), ("1", 8)}
     with pytest.raises(ValueError, match=r"pattern '\*' in the blocks 2 matches no layer"):
         quantize_(llama(), Recipe.from_text("rules: [{match: '*', weight: int8, blocks: [2]}]"))
 
 
 def test_an_optional_rule_may_match_nothing():
     rules = "rules: [{match: '*experts*', weight: int4%s}, {match: '*', weight: int8}]"
-    assert len(quantize_(llama(), Recipe.from_text(rules % ", optional: true")).changed) == 14
+    assert len(quantize_(llama(), Recipe.from_text(rules % ", optional: true")).quantized) == 14
     with pytest.raises(ValueError, match="matches no layer"):
         quantize_(llama(), Recipe.from_text(rules % ""))
 
@@ -250,18 +250,18 @@ def test_a_file_that_cannot_be_read_is_one_clear_error(tmp_path):
 
 
 def test_targets_refuse_what_means_nothing():
-    with pytest.raises(TypeError, match="a target is a scheme"):
-        Target.of(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a layer config is a scheme"):
+        LayerConfig.of(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no zero point"):
-        Target(SCHEMES["int8"], SCHEMES["int4"])
+        LayerConfig(SCHEMES["int8"], SCHEMES["int4"])
     with pytest.raises(ValueError, match="has 2 rules"):
         Recipe.of({"*": Recipe.of({"a": "int4", "b": "int8"})})
 
 
 def test_activation_by_name_has_float32_scales():
-    target = Target.of({"weight": "int4", "activation": "int8"})
+    target = LayerConfig.of({"weight": "int4", "activation": "int8"})
     assert target.activation == Scheme("int8", scale="fp32")
-    assert Target.of(target.to_dict()) == target
+    assert LayerConfig.of(target.to_dict()) == target
 
 
 def test_a_scheme_that_is_named_wrongly_says_what_is_wrong():
@@ -291,44 +291,44 @@ OPTIONS = st.fixed_dictionaries(
 @given(OPTIONS, st.sampled_from(["token", "static"]))
 def test_options_survive_yaml_and_json(careful, options, scale):
     activation = Scheme("int8", scale="fp32")
-    target = Target(SCHEMES["int3"], activation, "careful", options=tuple(options.items()), activation_scale=scale)
+    target = LayerConfig(SCHEMES["int3"], activation, "careful", options=tuple(options.items()), activation_scale=scale)
     assert dict(target.options) == options
-    assert hash(target) == hash(Target.of(target.to_dict()))
+    assert hash(target) == hash(LayerConfig.of(target.to_dict()))
     recipe = Recipe.of({"*q_proj": target, "*": "int4"})
     for text in (recipe.to_yaml(), recipe.to_json()):
         assert Recipe.from_text(text).rules == recipe.rules
 
 
 def test_a_rounder_is_named_around_anything_else(careful):
-    target = Target(SCHEMES["int3"], rounder="careful", options=(("damping", 0.05), ("static", False)))
+    target = LayerConfig(SCHEMES["int3"], rounder="careful", options=(("damping", 0.05), ("static", False)))
     assert Recipe.parse("careful(int3, damping=0.05, static=false)").rules == (Rule("*", target),)
-    assert Recipe.parse("careful(int3, damping=1e-5)").rules[0].target.options == (("damping", 1e-5),)
-    assert Recipe.of({"lm_head": "careful(int3)"}).rules[0].target == Target(SCHEMES["int3"], rounder="careful")
+    assert Recipe.parse("careful(int3, damping=1e-5)").rules[0].config.options == (("damping", 1e-5),)
+    assert Recipe.of({"lm_head": "careful(int3)"}).rules[0].config == LayerConfig(SCHEMES["int3"], rounder="careful")
     shipped = Recipe.parse("three_and_a_half_bits")
-    assert any(rule.target.scales == "mse" for rule in shipped.rules)
+    assert any(rule.config.scales == "mse" for rule in shipped.rules)
     changed = shipped.rounded_by("careful", damping=0.5).rules
-    assert [(rule.pattern, rule.target.weight) for rule in changed] == [(r.pattern, r.target.weight) for r in shipped.rules]
-    assert {rule.target.options for rule in changed} == {(("damping", 0.5),)}
+    assert [(rule.pattern, rule.config.weight) for rule in changed] == [(r.pattern, r.config.weight) for r in shipped.rules]
+    assert {rule.config.options for rule in changed} == {(("damping", 0.5),)}
     assert "careful damping=0.05 static=False" in str(target)
 
 
 def test_what_is_no_option_is_refused_with_those_there_are(careful):
     with pytest.raises(ValueError, match="careful has no option dampening; there are damping, order, static"):
-        Target(SCHEMES["int3"], rounder="careful", options=(("dampening", 1),))
+        LayerConfig(SCHEMES["int3"], rounder="careful", options=(("dampening", 1),))
     with pytest.raises(ValueError, match="rtn has no option damping; it takes none"):
         Recipe.parse("rtn(int3, damping=1)")
     with pytest.raises(ValueError, match="must be a number, true, false or a word, got \\[1\\]"):
         Recipe.parse("careful(int3, damping=[1])")
-    with pytest.raises(ValueError, match=r"spelled name=value, got '0\.05'"):
+    with pytest.raises(ValueError, match=r"written name=value, got '0\.05'"):
         Recipe.parse("careful(int3, 0.05)")
     with pytest.raises(ValueError, match="chooses scales of its own"):
-        Target(SCHEMES["int3"], rounder="careful", scales="mse")
+        LayerConfig(SCHEMES["int3"], rounder="careful", scales="mse")
     with pytest.raises(ValueError, match="no rounder or rewrite named 'careless'"):
         Recipe.parse("careless(int3)")
     with pytest.raises(ValueError, match="activation_scale must be token or static, got 'row'"):
-        Target(SCHEMES["int8"], activation_scale="row")
+        LayerConfig(SCHEMES["int8"], activation_scale="row")
     with pytest.raises(ValueError, match="goes with an activation scheme"):
-        Target(SCHEMES["int8"], activation_scale="static")
+        LayerConfig(SCHEMES["int8"], activation_scale="static")
     with pytest.raises(ValueError, match="options must be names and values"):
         Recipe.from_text("rules: [{match: '*', weight: int3, rounder: careful, options: [1]}]")
 
@@ -353,7 +353,7 @@ def test_every_rewrite_is_one_line(name):
 @pytest.mark.parametrize("name", [name for name in methods.__all__ if name in ROUNDERS])
 def test_every_method_is_a_rounder_in_one_line(name):
     method = getattr(methods, name)
-    expected = Target(SCHEMES["int3"], rounder=name)
+    expected = LayerConfig(SCHEMES["int3"], rounder=name)
     assert method("int3") == method(SCHEMES["int3"]) == method(api.int3_weight_only()) == expected
     recipe = method({"lm_head": None, "*": "int3"})
     assert recipe.rules == (Rule("lm_head", None), Rule("*", expected))

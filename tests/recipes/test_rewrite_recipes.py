@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowbit import Config, Recipe, quantize_, quantize_folder
-from lowbit.recipe import parted
+from lowbit.recipe import split_recipes
 from lowbit.rewrite import Rewrite
 from lowbit.rewrites import REWRITES, Method
 from tests.support.models import mlp, word_model
@@ -44,7 +44,7 @@ def test_a_recipe_is_spelled_in_text_python_and_yaml_alike():
 
 def test_commas_in_brackets_part_nothing():
     text = "int4, halved(gptq(int3, damping=0.05), times=2),gptq(int3, passes=0)"
-    assert parted(text) == ["int4", "halved(gptq(int3, damping=0.05), times=2)", "gptq(int3, passes=0)"]
+    assert split_recipes(text) == ["int4", "halved(gptq(int3, damping=0.05), times=2)", "gptq(int3, passes=0)"]
 
 
 @pytest.mark.parametrize(

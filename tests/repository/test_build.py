@@ -52,7 +52,7 @@ def test_a_compiler_brings_the_cpu_library() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["gemm_integers_narrow_bf16", "eights"])
+@pytest.mark.parametrize("source", ["mixed_gemm_int2_to_int4_bf16", "w8a8_gemm"])
 def test_products_of_hopper_stay_in_registers(setup: ModuleType, source: str, tmp_path: Path) -> None:
     """What spills, or waits for each product, or stores y a quarter at a time, is right and slow: only the build tells."""
     said = compiled(setup, source, tmp_path / "kernels.o")
@@ -65,14 +65,14 @@ def test_products_of_hopper_stay_in_registers(setup: ModuleType, source: str, tm
     code = subprocess.run([dump, "-sass", str(tmp_path / "kernels.o")], capture_output=True, text=True, check=True).stdout
     assert "STG.E.128" in code
     assert not re.search(r"STG\.E desc.*\+0x[0-9a-f]*c\]", code), "sixteen bytes are stored four at a time: see store_sixteen"
-    if source.startswith("gemm"):
+    if source.startswith("mixed_gemm"):
         loops = list(loops_of_products(code))
         assert len(loops) > 4
         assert not [loop for loop in loops if "S2UR" in loop], "a loop asks where its shared memory is: let registers hold that"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "usual"), [("digits_int4", "FieldWeights"), ("digits_e2m1", "E2m1Weights")])
+@pytest.mark.parametrize(("source", "usual"), [("split_int8_gemv_int4", "FieldWeights"), ("split_int8_gemv_e2m1", "E2m1Weights")])
 def test_one_row_of_x_meets_four_bits_in_registers(setup: ModuleType, source: str, usual: str, tmp_path: Path) -> None:
     """A block's seventeen warps have 96 registers a thread: what does not fit waits for memory in front of the products."""
     kernels = {
@@ -89,7 +89,7 @@ def compiled(setup: ModuleType, source: str, to: Path) -> str:
         pytest.skip("nvcc is not on this machine")
     where = ["-gencode=arch=compute_90a,code=sm_90a", f"-isystem={setup.torch_folder() / 'include'}"]
     flags = [flag for flag in setup.CUDA_FLAGS if "gencode" not in flag]
-    file = ROOT / "csrc" / "cuda" / f"{source}.cu"
+    file = next((ROOT / "csrc" / "cuda").rglob(f"{source}.cu"))
     command = [compile_with, *flags, *where, "-Xptxas=-v", "-c", str(file), "-o", str(to)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
@@ -382,12 +382,12 @@ def test_libraries_never_see_python() -> None:
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(build, "_load", lambda library: f"{library.what} is not built: {library.remedy}")
     monkeypatch.setattr(registry, "_warned", set())
-    catalog.changed()
+    catalog.invalidate_caches()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
     monkeypatch.undo()
-    catalog.changed()
+    catalog.invalidate_caches()
 
 
 @pytest.mark.parametrize("scheme", ["int4", "nf4", "fp8", "mxfp4"])
@@ -420,7 +420,7 @@ def test_products_on_a_gpu_warn_of_its_own_library(monkeypatch: pytest.MonkeyPat
 def test_no_warning_where_no_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is what there is for such a call, and no installing would change that."""
     monkeypatch.setattr(registry, "_warned", set())
-    catalog.changed()
+    catalog.invalidate_caches()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = torch.nn.Sequential(torch.nn.Linear(64, 32).double())

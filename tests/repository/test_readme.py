@@ -19,7 +19,7 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     exec(compile(block[1], "README.md", "exec"), {})
     out = capsys.readouterr().out
     assert "2 of 2 layers quantized" in out
-    assert any(contract in out for contract in ("weights rounded once", "exact", "two digits"))
+    assert any(contract in out for contract in ("weights rounded once", "exact", "split-int8 (2 limbs)"))
 
 
 def test_every_generated_table_has_its_figures_in_the_results():

@@ -18,12 +18,12 @@ times the scale and what the kernel's numbers count. Rows of x are taken times a
 that 2**-150 is no more than 2**-86 max |x|; and a group that is not of zeros has a weight of at least 2**-17 of its scale
 times that unit, the smallest number of e4m3. So y loses at most K 2**-68 max |x| sum |w|.
 
-**"exact digits"** allows on top of the sums what writing x in digits costs: in each slice of 512 columns (or of 256, whose
+**"split-int8 (3 limbs)"** allows on top of the sums what writing x in limbs costs: in each slice of 512 columns (or of 256, whose
 bound is smaller) x is rounded to a multiple of 2**(e - 21), 2**e <= max |x| of the slice, so it is off by at most 2**-22
-max |x|, and y by the sum over slices of that times sum |w| there. Its digits to the base 256 are as large as 3 |x| in sum,
+max |x|, and y by the sum over slices of that times sum |w| there. Its limbs to the base 256 are as large as 3 |x| in sum,
 but a term passes at most K / 32 + 8 roundings to nearest (u = 2**-24), so n = K + 8 at u = 2**-23 covers them.
 
-**"two digits"** is the same with x rounded to a multiple of 1/32639 of max |x| of the slice, the largest number of two digits:
+**"split-int8 (2 limbs)"** is the same with x rounded to a multiple of 1/32639 of max |x| of the slice, the largest of two limbs:
 x is off by at most max |x| / 65278, and by the three roundings of that unit, its inverse and their product, of which the two
 spare ones of n take care.
 
@@ -122,9 +122,9 @@ def linear_bound(
     error = gamma(k + 8) * (magnitude + shift.abs()) + (2 * k + 8) * 2.0**-150
     if contract == "exact":
         error = error + k * 2.0**-68 * x.abs().amax(-1, keepdim=True) * w.abs().sum(-1)[..., None, :] if k else error
-    elif contract == "exact digits":
+    elif contract == "split-int8 (3 limbs)":
         error = error + 2.0**-22 * (_slices(x.abs()).amax(-1) @ _slices(w.abs()).sum(-1).mT)
-    elif contract == "two digits":
+    elif contract == "split-int8 (2 limbs)":
         error = error + (_slices(x.abs()).amax(-1) @ _slices(w.abs()).sum(-1).mT) / 65278
     elif contract == "fp8 sums":
         error = error + _lost_in_fp8_sums(x, w)

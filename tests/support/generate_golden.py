@@ -54,9 +54,9 @@ def pattern(*shape: int) -> Tensor:
     return ((x * 7 + x // 5 + x * x // 11) % 1021).reshape(shape)
 
 
-def weight(spelling: str, n: int, k: int = K) -> QTensor:
+def weight(scheme_str: str, n: int, k: int = K) -> QTensor:
     """A weight [n, k] that uses every code its format produces."""
-    scheme = Scheme.parse(spelling)
+    scheme = Scheme.parse(scheme_str)
     groups = scheme.groups(k)
     produced = torch.tensor([code for _, code in scheme.fmt._grid], dtype=torch.uint8)
     codes = produced[pattern(n, k) % len(produced)]
@@ -75,11 +75,11 @@ def weight(spelling: str, n: int, k: int = K) -> QTensor:
     return QTensor.from_codes(codes, Scales(scale, zero_point, outer), scheme, torch.bfloat16)
 
 
-def layers(spelling: str) -> nn.ModuleDict:
+def layers(scheme_str: str) -> nn.ModuleDict:
     """A quantized embedding, a float norm and a quantized linear layer with a bias."""
     bias = nn.Parameter((pattern(3) / 128).to(torch.bfloat16))
-    model = nn.ModuleDict({"embedding": QEmbedding(weight(spelling, 5)), "norm": nn.LayerNorm(4)})
-    model["linear"] = QLinear(weight(spelling, 3), bias)
+    model = nn.ModuleDict({"embedding": QEmbedding(weight(scheme_str, 5)), "norm": nn.LayerNorm(4)})
+    model["linear"] = QLinear(weight(scheme_str, 3), bias)
     return model
 
 
@@ -111,8 +111,8 @@ def write(folder: Path, model: nn.ModuleDict, limit: int = 1 << 30) -> None:
 
 def generate(root: Path) -> None:
     """Every golden checkpoint of the present version, a folder each."""
-    for name, spelling in SCHEMES.items():
-        write(root / name, layers(spelling))
+    for name, scheme_str in SCHEMES.items():
+        write(root / name, layers(scheme_str))
     write(root / "tied", tied())
     write(root / "activations", activations())
     write(root / "sharded", layers("uint3:g32:zint:bf16"), limit=400)

@@ -8,6 +8,6 @@ from lowbit_kernels import cpu
 
 __all__ = ["needs_digits"]
 
-_lacking = cpu._digits_available()
+_lacking = cpu._split_int8_available()
 needs_digits = pytest.mark.skipif(_lacking is not None, reason=f"products by digits: {_lacking}")
 """Products by digits, which need AVX2. A library that is built and lacks them otherwise fails the tests."""

@@ -39,12 +39,12 @@ def further(items: list[pytest.Item]) -> set[pytest.Item]:
 def sample(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Few of the cases, the same ones each time, in which every value of every parameter occurs that occurs in all of them: those
     that hold most of what is missing come first."""
-    told = {case: features(values(case)) for case in sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))}
-    missing = set[tuple[str, ...]]().union(*told.values())
+    reported = {case: features(values(case)) for case in sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))}
+    missing = set[tuple[str, ...]]().union(*reported.values())
     chosen = []
     while missing:
-        chosen.append(max(told, key=lambda case: len(missing & told[case])))
-        missing -= told[chosen[-1]]
+        chosen.append(max(reported, key=lambda case: len(missing & reported[case])))
+        missing -= reported[chosen[-1]]
     return chosen
 
 

@@ -53,7 +53,7 @@ class Launch:
 
 
 def main(capability: int, most: int) -> None:
-    product, gemm.spread, gemm.add_parts = Launch(gemm.gemm), Launch(None), Launch(None)
+    product, gemm.interleave_x, gemm.splitk_reduce = Launch(gemm.gemm), Launch(None), Launch(None)
     gemm.gemm = product
     for name in NAMES:
         for m, n, k in SIZES:
@@ -62,7 +62,7 @@ def main(capability: int, most: int) -> None:
             with blocks.fixed("gemm", chosen):
                 linear.gemm_linear(torch.empty(m, k, dtype=dtype), *weight(scheme, n, k), None, scheme)
             case = {"weight": name, "m": m, "n": n, "k": k, "block": chosen}
-            held = blocks.held("gemm", chosen, scheme, dtype, k)
+            held = blocks.shared_bytes("gemm", chosen, scheme, dtype, k)
             print(json.dumps({**case, "shared": product.shared(capability), "held": held}), flush=True)
 
 

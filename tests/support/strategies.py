@@ -74,7 +74,7 @@ def _tables(draw: st.DrawFn) -> Format:
     return Table("made_up", values, unused)
 
 
-made_up_formats = st.one_of(_floats(), _tables(), st.builds(Int, st.just("made_up"), bits, st.booleans()))
+random_formats = st.one_of(_floats(), _tables(), st.builds(Int, st.just("made_up"), bits, st.booleans()))
 """Formats that nobody has registered: every float family, integers, and tables in any order with repeated numbers."""
 
 formats = st.sampled_from(sorted(FORMATS.values(), key=str))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
-from lowbit import QLinear, QTensor, Target, quantize_
+from lowbit import LayerConfig, QLinear, QTensor, quantize_
 from lowbit.algorithms import ROUNDERS, Rounded, Rounder
 from lowbit.algorithms.rtn import rtn
 from lowbit.calibration.blocks import call
@@ -38,8 +38,8 @@ def seen(monkeypatch) -> list[tuple[Tensor, Statistics]]:
     return found
 
 
-def spying(scheme: str = "int3") -> Target:
-    return Target(SCHEMES[scheme], rounder="spy")
+def spying(scheme: str = "int3") -> LayerConfig:
+    return LayerConfig(SCHEMES[scheme], rounder="spy")
 
 
 Kept = Callable[[str, Tensor, Any], Tensor]  # what counts of what a layer of this name reads in a call
@@ -50,10 +50,10 @@ def inputs_of(model: nn.Module, name: str, calls: Sequence[Any], kept: Kept = la
     rows: list[Tensor] = []
     for given in calls:
 
-        def hear(module: nn.Module, args: tuple[Tensor, ...], given: Any = given) -> None:
+        def record(module: nn.Module, args: tuple[Tensor, ...], given: Any = given) -> None:
             rows.append(kept(name, args[0].detach(), given))
 
-        hook = model.get_submodule(name).register_forward_pre_hook(hear)
+        hook = model.get_submodule(name).register_forward_pre_hook(record)
         with torch.no_grad():
             model(**given) if isinstance(given, Mapping) else model(*given)
         hook.remove()
@@ -86,10 +86,10 @@ def check_statistics(
     blocks are quantized."""
     mixed = copy.deepcopy(model)  # becomes the quantized model a block at a time
     plan = quantize_(model, spying(), calibration=calls)
-    heard = [(weight, statistics) for weight, statistics in seen if statistics is not None]
+    recorded = [(weight, statistics) for weight, statistics in seen if statistics is not None]
     together = any("calibrated together" in note or "as one block" in note for note in plan.notes)  # on the float model
     blocks: dict[str, list[Any]] = {}
-    for layer in plan.changed:
+    for layer in plan.quantized:
         blocks.setdefault(block_of(layer.name), []).append(layer)
 
     def turn(path: str) -> int:  # what stands in no block comes last
@@ -99,7 +99,7 @@ def check_statistics(
         for layer in [layer for layer in blocks[path] if layer.kind != "experts"]:
             stored = mixed.get_submodule(layer.name).weight
             weight = (stored.t() if layer.kind == "conv1d" else stored).detach()
-            (statistics,) = [s for w, s in heard if torch.equal(w, weight)]
+            (statistics,) = [s for w, s in recorded if torch.equal(w, weight)]
             x = inputs_of(mixed, layer.name, calls, kept)
             torch.testing.assert_close(statistics.gram.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-5)
             torch.testing.assert_close(statistics.absmax.double(), x.abs().amax(0), rtol=1e-4, atol=1e-5)
@@ -110,14 +110,14 @@ def check_statistics(
         for layer in [] if together else blocks[path]:
             parent, _, leaf = layer.name.rpartition(".")
             setattr(mixed.get_submodule(parent), leaf, getattr(model.get_submodule(parent), leaf))
-    assert len(heard) == sum(layer.kind != "experts" for layer in plan.changed)
+    assert len(recorded) == sum(layer.kind != "experts" for layer in plan.quantized)
 
 
 def test_what_stands_outside_of_blocks_is_calibrated_on_the_quantized_model(seen):
     model = llama(tied=False)
     ids = tokens(4, 10)
     plan = quantize_(model, {"lm_head": spying("int4"), "*": spying()}, calibration=ids)
-    assert plan.changed[-1].name == "lm_head"
+    assert plan.quantized[-1].name == "lm_head"
     x = inputs_of(model, "lm_head", [{"input_ids": ids}])
     torch.testing.assert_close(seen[-1][1].gram.double(), x.T @ x / len(x), rtol=1e-4, atol=1e-6)
 
@@ -127,7 +127,7 @@ def test_a_tied_head_and_embedding_are_one_and_the_head_s_data_decides(seen):
     plan = quantize_(model, {"lm_head": spying("int4"), "*": spying()}, calibration=tokens(4, 10))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert len(seen) == 15  # the weight of both went to the rounder once
-    assert {layer.name for layer in plan.changed if layer.notes} == set()
+    assert {layer.name for layer in plan.quantized if layer.notes} == set()
 
 
 def test_a_model_without_blocks_is_one_block_and_the_plan_says_so(seen):
@@ -184,13 +184,13 @@ class Repeating(Skipping):
 )
 def test_blocks_that_are_no_chain_are_calibrated_together_and_the_plan_says_why(make, why, seen):
     model = make()
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     x = torch.randn(20, 8)
     plan = quantize_(model, spying(), calibration=x)
     assert any(why in note for note in plan.notes)
     rows: list[Tensor] = []
-    twin.blocks[1].b.register_forward_pre_hook(lambda module, args: rows.append(args[0].detach().double()))
-    twin(x)
+    duplicate.blocks[1].b.register_forward_pre_hook(lambda module, args: rows.append(args[0].detach().double()))
+    duplicate(x)
     expected = torch.cat(rows)
     torch.testing.assert_close(seen[3][1].gram.double(), expected.T @ expected / len(expected), rtol=1e-4, atol=1e-6)
 
@@ -199,7 +199,7 @@ def test_blocks_in_a_plain_sequential_are_blocks(seen):
     model = nn.Sequential(Block(), Block(), Block())
     plan = quantize_(model, spying(), calibration=torch.randn(20, 8))
     assert plan.notes == ()
-    assert len(plan.changed) == 6
+    assert len(plan.quantized) == 6
 
 
 class Experts(nn.Module):
@@ -276,7 +276,7 @@ def test_a_recipe_that_needs_data_says_so_before_anything_changes(seen):
     with pytest.raises(ValueError, match=r"the rounder spy of model\.layers\.0.* and 13 more layers looks at data"):
         quantize_(model, spying())
     with pytest.raises(ValueError, match="a static activation_scale of model"):
-        quantize_(model, Target(SCHEMES["int8"], lowbit.Scheme("int8", scale="fp32"), activation_scale="static"))
+        quantize_(model, LayerConfig(SCHEMES["int8"], lowbit.Scheme("int8", scale="fp32"), activation_scale="static"))
     assert not any(isinstance(module, QLinear) for module in model.modules())
 
 
@@ -306,7 +306,7 @@ def test_a_static_input_scale_is_the_largest_input_over_the_largest_code():
     model = mlp()
     x = torch.randn(50, 40)
     activation = lowbit.Scheme("int8", scale="fp32")
-    quantize_(model, Target(SCHEMES["int8"], activation, activation_scale="static"), calibration=x)
+    quantize_(model, LayerConfig(SCHEMES["int8"], activation, activation_scale="static"), calibration=x)
     assert float(model[0].input_scale) == pytest.approx(float(x.abs().max()) / 127)
     rounded = (x / model[0].input_scale).round().clamp(-127, 127) * model[0].input_scale
     torch.testing.assert_close(
@@ -316,15 +316,15 @@ def test_a_static_input_scale_is_the_largest_input_over_the_largest_code():
 
 
 def test_progress_tells_the_loss_of_each_layer_as_it_goes(seen):
-    told: list[tuple[str, float | None, int, int]] = []
+    reported: list[tuple[str, float | None, int, int]] = []
     plan = quantize_(
         gpt2(),
         spying(),
         calibration=tokens(),
-        progress=lambda layer, done, total: told.append((layer.name, layer.loss, done, total)),
+        progress=lambda layer, done, total: reported.append((layer.name, layer.loss, done, total)),
     )
-    assert told == [(layer.name, layer.loss, i + 1, 8) for i, layer in enumerate(plan.changed)]
-    assert all(loss is not None and loss > 0 for _, loss, _, _ in told)
+    assert reported == [(layer.name, layer.loss, i + 1, 8) for i, layer in enumerate(plan.quantized)]
+    assert all(loss is not None and loss > 0 for _, loss, _, _ in reported)
 
 
 @pytest.mark.gpu
@@ -332,18 +332,18 @@ def test_progress_tells_the_loss_of_each_layer_as_it_goes(seen):
 @pytest.mark.parametrize("make", [llama, gpt2, mlp])
 def test_a_device_takes_a_block_at_a_time(make, keep):
     model, x = make(), torch.randn(50, 40) if make is mlp else tokens(4, 10)
-    twin = copy.deepcopy(model)
-    expected = quantize_(twin, "int4", calibration=x)
+    duplicate = copy.deepcopy(model)
+    expected = quantize_(duplicate, "int4", calibration=x)
     there: set[str] = set()
 
-    def told(layer: Any, done: int, total: int) -> None:
+    def reported(layer: Any, done: int, total: int) -> None:
         floats = (name for name, p in model.named_parameters() if p.is_cuda and not isinstance(p, QTensor))
         first = next((name for name in floats if name.endswith("weight")), "")
         there.add(".".join(first.split(".")[:3]))
 
-    plan = quantize_(model, "int4", calibration=x, device="cuda", keep_on_device=keep, progress=told)
-    for layer, reference in zip(plan.changed, expected.changed, strict=True):
-        module, other = model.get_submodule(layer.name), twin.get_submodule(layer.name)
+    plan = quantize_(model, "int4", calibration=x, device="cuda", keep_on_device=keep, progress=reported)
+    for layer, reference in zip(plan.quantized, expected.quantized, strict=True):
+        module, other = model.get_submodule(layer.name), duplicate.get_submodule(layer.name)
         assert module.weight.is_cuda == keep
         assert layer.loss == pytest.approx(reference.loss, rel=1e-2)
         assert torch.equal(module.weight.to("cpu").codes(), other.weight.codes())

@@ -13,7 +13,7 @@ from lowbit import doctor, quantize_, sensitivity
 from lowbit.calibration.data import Calibration
 from lowbit.calibration.padding import Padding
 from tests.ecosystem import test_architectures as architectures
-from tests.lowbit.calibration.test_byproducts import built
+from tests.lowbit.calibration.test_cache_and_loss import built
 from tests.lowbit.calibration.test_calibrate import check_statistics, seen, spying  # noqa: F401 - a fixture
 from tests.support.models import gpt2, llama
 
@@ -112,13 +112,13 @@ def test_inputs_that_only_look_like_tokens_are_kept():
     padding = Padding(model)
     for shape in ((3, 8), (9, 8), (4, 9, 8), (27,), (3, 9)):
         x = torch.randn(shape)
-        assert padding.kept(x, batch) is x
-    assert padding.kept(torch.randn(3, 9, 4, 8), batch).shape == (16, 4, 8)
-    assert padding.kept(batch.kwargs["input_ids"], batch).shape == (16,)
+        assert padding.without_padding(x, batch) is x
+    assert padding.without_padding(torch.randn(3, 9, 4, 8), batch).shape == (16, 4, 8)
+    assert padding.without_padding(batch.kwargs["input_ids"], batch).shape == (16,)
     whole = {**padded("right"), "attention_mask": torch.ones(3, 9)}
     (batch,) = Calibration.of([whole]).batches(model)
     x = torch.randn(3, 9, 8)
-    assert padding.kept(x, batch) is x
+    assert padding.without_padding(x, batch) is x
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

@@ -59,21 +59,21 @@ def test_scaled_statistics_are_those_of_scaled_inputs(seed, count, k):
 @given(seeds, st.integers(1, 40), st.integers(1, 300), st.lists(st.integers(0, 40), max_size=3), st.integers(0, 40))
 def test_drift_is_numpys_whatever_the_parts_and_none_where_nothing_else_is_meant(seed, count, k, cuts, alone):
     """Rows of which nobody says what is meant are as they should be. Tolerance as above, with a rounding of the difference."""
-    x, meant = rows(seed, count, k), rows(seed + 1, count, k)
-    meant[:alone] = x[:alone]
+    x, float_x = rows(seed, count, k), rows(seed + 1, count, k)
+    float_x[:alone] = x[:alone]
     tally, first, last = Tally(k, drifts=True), Tally(k, drifts=True), Tally(k, drifts=True)
     first.add(x[:alone])
-    for part, wanted in zip(*(what[alone:].tensor_split(sorted(cuts)) for what in (x, meant)), strict=True):
-        last.add(part, meant=wanted)
+    for part, wanted in zip(*(what[alone:].tensor_split(sorted(cuts)) for what in (x, float_x)), strict=True):
+        last.add(part, float_x=wanted)
     for tally_of_part in (first, last):
         tally.merge(tally_of_part)
     got, wide = tally.statistics().drift, x.double().numpy()
-    apart = meant.double().numpy() - wide
+    apart = float_x.double().numpy() - wide
     want = apart.T @ wide / count
     size = np.sqrt(np.outer(np.square(apart).mean(0), np.square(wide).mean(0)))
-    size += np.sqrt(np.outer(np.square(wide).mean(0) + np.square(meant.double().numpy()).mean(0), np.square(wide).mean(0)))
+    size += np.sqrt(np.outer(np.square(wide).mean(0) + np.square(float_x.double().numpy()).mean(0), np.square(wide).mean(0)))
     assert (np.abs(got.numpy() - want) <= (count + 4) * 2.0**-24 * size).all()
-    plain, same = Statistics.of(x), Statistics.of(x, meant=x)
+    plain, same = Statistics.of(x), Statistics.of(x, float_x=x)
     assert plain.drift is None
     assert torch.equal(same.drift, torch.zeros(k, k))
     assert torch.equal(same.gram, plain.gram)
@@ -81,9 +81,9 @@ def test_drift_is_numpys_whatever_the_parts_and_none_where_nothing_else_is_meant
 
 @given(seeds, st.integers(1, 30), st.integers(1, 20))
 def test_scaled_drift_is_that_of_scaled_inputs(seed, count, k):
-    x, meant = rows(seed, count, k), rows(seed + 1, count, k)
+    x, float_x = rows(seed, count, k), rows(seed + 1, count, k)
     s = torch.from_numpy(2.0 ** np.random.default_rng(seed).integers(-8, 9, k)).float()
-    got, want = Statistics.of(x, meant=meant).scaled(s), Statistics.of(x / s, meant=meant / s)
+    got, want = Statistics.of(x, float_x=float_x).scaled(s), Statistics.of(x / s, float_x=float_x / s)
     torch.testing.assert_close(got.drift, want.drift, rtol=1e-6, atol=0)
 
 

@@ -76,8 +76,8 @@ def test_a_model_within_another_librarys_saves_itself(scheme: str, tmp_path: Pat
 # ---- other processes -----------------------------------------------------------------------------------------------
 
 
-def _answer(rank: int, model: nn.Module, x: torch.Tensor, told: Any) -> None:
-    told.put((rank, model(x).tolist()))
+def _answer(rank: int, model: nn.Module, x: torch.Tensor, reported: Any) -> None:
+    reported.put((rank, model(x).tolist()))
 
 
 @pytest.mark.works_with("torch", "pickle, spawn")
@@ -95,9 +95,9 @@ def test_a_layer_reaches_a_spawned_process(shared: bool) -> None:
     if shared:
         model.share_memory()
     context = mp.get_context("spawn")
-    told = context.SimpleQueue()
-    mp.spawn(_answer, args=(model, x, told), nprocs=1)
-    rank, got = told.get()
+    reported = context.SimpleQueue()
+    mp.spawn(_answer, args=(model, x, reported), nprocs=1)
+    rank, got = reported.get()
     assert rank == 0
     assert torch.equal(torch.tensor(got), wanted)
     assert torch.equal(model(x), wanted)

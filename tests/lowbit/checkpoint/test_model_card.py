@@ -64,13 +64,13 @@ def card(folder: Path) -> tuple[dict[str, Any], str]:
 def test_a_folder_says_how_it_was_made(way: str, whole: Path, tmp_path: Path) -> None:
     what = Recipe.of({"*mlp*": lowbit.gptq("int3"), "*": "int8"})
     folder = written(way, whole, tmp_path / "out", what)
-    told = json.loads((folder / "config.json").read_text())["quantization_config"]
+    reported = json.loads((folder / "config.json").read_text())["quantization_config"]
     held = [t for file in folder.glob("*.safetensors") for t in load_file(file).items()]
     size = sum(t.nbytes for name, t in held if t.dim() == 3 or name.rpartition(".")[2] in ("scale", "zero_point"))
     weights = sum(m.weight.numel() for m in read(whole).modules() if isinstance(m, torch.nn.Linear)) - 96 * 64  # but for the head
     bits = 8 * size / weights
-    assert told.pop("bits_per_weight") == pytest.approx(bits, abs=1e-4)
-    assert told == {
+    assert reported.pop("bits_per_weight") == pytest.approx(bits, abs=1e-4)
+    assert reported == {
         "quant_method": "lowbit", "version": 2, "recipe": what.to_dict(), "lowbit_version": lowbit.__version__,
         "base_model": "small", "calibration": {"rows": 6, "tokens": 6 * 19},
     }  # fmt: skip
@@ -96,10 +96,10 @@ def test_a_folder_says_how_it_was_made(way: str, whole: Path, tmp_path: Path) ->
 
 def test_a_config_says_it_too(whole: Path, tmp_path: Path) -> None:
     read(whole, quantization_config=lowbit.Config("int4")).save_pretrained(tmp_path)
-    told = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert told["recipe"] == Recipe.of("int4").to_dict()
-    assert told["base_model"] == "small"
-    assert "calibration" not in told
+    reported = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert reported["recipe"] == Recipe.of("int4").to_dict()
+    assert reported["base_model"] == "small"
+    assert "calibration" not in reported
     assert "| none: rounded without data |" in card(tmp_path)[1]
     assert "`int4`, below" in card(tmp_path)[1]
 

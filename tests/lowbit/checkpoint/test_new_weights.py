@@ -75,7 +75,7 @@ def test_a_head_that_is_new_stays_float(kind, name, options, new, floats):
     assert left(model) == new
     assert getattr(transformers, type(model).__name__) is type(model)
     plan = {layer.name: layer for layer in model.hf_quantizer.plan.layers}
-    assert all(plan[name].target is None and plan[name].reason for name in new)
+    assert all(plan[name].config is None and plan[name].reason for name in new)
     assert all(plan[name].bytes_after == plan[name].bytes_before for name in new)
 
 

@@ -68,7 +68,7 @@ def mark(folder: Path) -> int:
     return int(theirs.model.norm.weight[0])
 
 
-def walk(states: list) -> list:
+def sweep(states: list) -> list:
     """Every state after every state, itself too: the shortest such sequence."""
     path, left = [], {state: list(states) for state in states}
 
@@ -84,7 +84,7 @@ def walk(states: list) -> list:
 def test_the_last_save_is_the_one_that_every_reader_sees(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     states = [(way, limit) for way in ("lowbit.save", "save_pretrained") for limit in LIMITS.values()]
-    steps = walk(states)
+    steps = sweep(states)
     assert {*itertools.pairwise(steps)} == {(a, b) for a in states for b in states}
     models = [marked(1), marked(2)]
     for i, (way, limit) in enumerate(steps):

@@ -20,7 +20,7 @@ from lowbit.algorithms import ROUNDERS
 from lowbit.calibration.calibrator import Calibrator
 from lowbit.command import run
 from lowbit.planning import planned
-from lowbit.streaming.budget import needs, parse_bytes, room_for_statistics
+from lowbit.streaming.budget import needs, parse_bytes, statistics_budget
 from tests import ROOT
 from tests.ecosystem import test_architectures as architectures
 from tests.support.models import exam_and_text, llama, tokens, word_model
@@ -184,13 +184,13 @@ def test_a_resume_folder_is_of_one_job(tmp_path, monkeypatch):
         quantize_folder(source, tmp_path / "out", "int3", calibration=IDS, resume=tmp_path / "work")
     with pytest.raises(ValueError, match="holds files that are no job"):
         quantize_folder(source, tmp_path / "out", "int3", calibration=IDS, resume=source)
-    told: list[str] = []
+    reported: list[str] = []
     plan = quantize_folder(
         source, tmp_path / "out", "int4", calibration=IDS, resume=tmp_path / "work",
-        progress=lambda layer, done, total: told.append(f"{layer.name} {done}/{total}"),
+        progress=lambda layer, done, total: reported.append(f"{layer.name} {done}/{total}"),
     )  # fmt: skip
-    assert told[0] == "model.layers.0.self_attn.q_proj 1/14"
-    assert all(layer.loss is not None for layer in plan.changed)
+    assert reported[0] == "model.layers.0.self_attn.q_proj 1/14"
+    assert all(layer.loss is not None for layer in plan.quantized)
     in_memory(source, tmp_path / "memory", "int4", IDS)
     assert stored(tmp_path / "out") == stored(tmp_path / "memory")
 
@@ -280,13 +280,13 @@ def test_little_memory_takes_several_runs_and_gives_the_same_bytes(name, recipe,
 
     def counted(self: Calibrator, *arguments: Any) -> Any:
         found = collected(self, *arguments)
-        runs.append(sum(found.reached(name) for name in found._modules))
+        runs.append(sum(found.has_data(name) for name in found._modules))
         return found
 
     monkeypatch.setattr(Calibrator, "_collected", counted)
     expected = in_memory(source, tmp_path / "memory", recipe, IDS)
     whole, runs[:] = list(runs), []
-    monkeypatch.setattr("lowbit.streaming.job.room_for_statistics", lambda *arguments, **options: 1)
+    monkeypatch.setattr("lowbit.streaming.job.statistics_budget", lambda *arguments, **options: 1)
     plan = quantize_folder(source, tmp_path / "disk", recipe, calibration=IDS)
     assert len(runs) > len(whole)
     assert sum(runs) == sum(whole)
@@ -325,7 +325,7 @@ def test_float_inputs_that_are_gone_cannot_be_made_again(tmp_path):
 def test_little_memory_gives_the_same_bytes_beside_the_float_model(name, tmp_path, monkeypatch):
     source = float_folder(tmp_path / "in", name)
     in_memory(source, tmp_path / "memory", ASYMMETRIC, IDS)
-    monkeypatch.setattr("lowbit.streaming.job.room_for_statistics", lambda *arguments, **options: 1)
+    monkeypatch.setattr("lowbit.streaming.job.statistics_budget", lambda *arguments, **options: 1)
     quantize_folder(source, tmp_path / "disk", ASYMMETRIC, calibration=IDS)
     assert stored(tmp_path / "disk") == stored(tmp_path / "memory")
 
@@ -340,10 +340,10 @@ def test_max_memory_says_how_many_matrices_there_is_room_for(tmp_path):
     most = max(found, key=lambda need: need.fixed)
     for at_once, least in ((False, max(most.matrices)), (True, sum(most.matrices))):
         with pytest.raises(ValueError, match="allow more, or smaller batches"):
-            room_for_statistics(most.fixed + least - 1, layers, plan, batches, at_once)
-        room = room_for_statistics(most.fixed + least, layers, plan, batches, at_once)
+            statistics_budget(most.fixed + least - 1, layers, plan, batches, at_once)
+        room = statistics_budget(most.fixed + least, layers, plan, batches, at_once)
         assert room == (None if at_once else least)
-    assert room_for_statistics(None, layers, plan, batches, False) is None
+    assert statistics_budget(None, layers, plan, batches, False) is None
     quantize_folder(source, tmp_path / "one", "gptq(int3)", calibration=IDS, max_memory=most.fixed + max(most.matrices))
     quantize_folder(source, tmp_path / "all", "gptq(int3)", calibration=IDS)
     assert stored(tmp_path / "one") == stored(tmp_path / "all")

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.inserted import kronecker
 from lowbit.rewrites.hadamard import Rotation, hadamard
+from lowbit.transforms import kronecker
 
 # Orders up to 256 for which neither doubling nor Paley's constructions over fields of degree 1 to 3 give a matrix.
 UNKNOWN = {92, 116, 156, 172, 184, 188, 232, 236}

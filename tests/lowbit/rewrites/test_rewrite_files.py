@@ -11,12 +11,12 @@ import torch
 import lowbit
 from lowbit import Recipe, quantize_, quantize_folder
 from lowbit.evals import quantizing
-from lowbit.inserted import Multiply
+from lowbit.transforms import ChannelScale
 from tests.ecosystem import test_architectures as architectures
 from tests.lowbit.calibration.test_ranks import under_torchrun
 from tests.lowbit.checkpoint.test_streaming import IDS, float_folder, in_memory, killed, stored
+from tests.lowbit.rewrites.test_reader_map import stirred
 from tests.lowbit.rewrites.test_rewrites import calls_for, spiked
-from tests.lowbit.rewrites.test_tracing import stirred
 from tests.support.models import llama
 
 W8A8 = "int8_dynamic_activation_int8_weight"
@@ -38,11 +38,11 @@ def test_modules_in_front_are_saved_and_loaded(name, tmp_path):
             type(model).from_pretrained(tmp_path / "out").eval(),
         ):
             assert torch.equal(again(**call).logits, y)
-    inserted = [n for n, module in model.named_modules() if isinstance(module, Multiply)]
+    inserted = [n for n, module in model.named_modules() if isinstance(module, ChannelScale)]
     assert bool(inserted) == (name != "gemma3")
 
 
-def told(plan: lowbit.Plan) -> list[Any]:
+def reported(plan: lowbit.Plan) -> list[Any]:
     return [(layer.loss, layer.notes, layer.rewrites) for layer in plan.layers]
 
 
@@ -63,7 +63,7 @@ def test_from_disk_to_disk_the_bytes_are_the_same(name, recipe, tmp_path):
     expected = in_memory(source, tmp_path / "memory", recipe, data)
     plan = quantize_folder(source, tmp_path / "disk", recipe, calibration=data)
     assert stored(tmp_path / "disk") == stored(tmp_path / "memory")
-    assert told(plan) == told(expected)
+    assert reported(plan) == reported(expected)
 
 
 def test_a_head_from_disk_to_disk_takes_the_folded_norm_along(tmp_path):
@@ -71,8 +71,8 @@ def test_a_head_from_disk_to_disk_takes_the_folded_norm_along(tmp_path):
     recipe = Recipe.of({"lm_head": "int4", "*": "int3"}).rewritten("awq")
     expected = in_memory(tmp_path / "in", tmp_path / "memory", recipe, IDS)
     quantize_folder(tmp_path / "in", tmp_path / "disk", recipe, calibration=IDS)
-    assert expected.changed[-1].rewrites[0].into == "model.norm"
-    assert expected.changed[-1].rewrites[0].choice
+    assert expected.quantized[-1].rewrites[0].into == "model.norm"
+    assert expected.quantized[-1].rewrites[0].choice
     assert stored(tmp_path / "disk") == stored(tmp_path / "memory")
 
 
@@ -86,7 +86,7 @@ def test_a_job_that_is_killed_ends_in_the_same_bytes(tmp_path):
     output = killed(recipe, source, tmp_path / "out", tmp_path / "work", [20, 45, 70, 95, 10**6])
     assert "[9, 9, 9, 9, 0]" in output[-1]
     assert stored(tmp_path / "out") == stored(tmp_path / "whole")
-    assert expected.changed[0].rewrites
+    assert expected.quantized[0].rewrites
 
 
 RANKS = """

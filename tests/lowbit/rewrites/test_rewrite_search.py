@@ -15,7 +15,7 @@ from lowbit import Recipe
 from lowbit.grid import to_codes, to_values
 from lowbit.rewrites.awq import awq
 from lowbit.rewrites.noise import input_noise
-from lowbit.rewrites.search import Pool, Reader, levelled, losses_of
+from lowbit.rewrites.search import Pool, Reader, centred_scale, losses_of
 from lowbit.rewrites.smoothquant import smoothquant
 from lowbit.scales import choose
 from lowbit.scheme import SCHEMES, Scheme
@@ -47,7 +47,7 @@ def pool_of(*readers: Reader, count: int | None = None) -> Pool:
 
 
 def reader(w: Tensor, recipe: str, x: Tensor, channels: Tensor | None = None) -> Reader:
-    target = Recipe.parse(recipe).rules[0].target
+    target = Recipe.parse(recipe).rules[0].config
     assert target is not None
     return Reader(w, target, Statistics.of(x), torch.arange(w.shape[1]) if channels is None else channels)
 
@@ -107,7 +107,7 @@ def test_awq_takes_the_best_power_and_never_one_that_is_worse_than_none(name, se
     readers = [reader(weight(n, k, seed % 1000 + n), name, x) for n in (3, 8)]
     found = awq(pool_of(*readers), grid=grid, weights=weights)
     size = x.double().square().mean(0).sqrt()
-    powers = [torch.ones(k).double(), *(levelled(size ** (i / grid)) for i in range(1, grid + 1))]
+    powers = [torch.ones(k).double(), *(centred_scale(size ** (i / grid)) for i in range(1, grid + 1))]
     losses = losses_of(pool_of(*readers), powers)
     assert found.before == pytest.approx(float(losses[0]))
     assert found.after <= float(losses.min()) * (1 + 1e-5)
@@ -132,7 +132,7 @@ def test_layers_of_one_input_are_weighed_together():
     count[0] = 2
     expected = {}
     for i in range(5):
-        divisor = levelled((moments / count).sqrt() ** (i / 4))
+        divisor = centred_scale((moments / count).sqrt() ** (i / 4))
         expected["" if i == 0 else f"alpha {i / 4:.3g}"] = divisor
     losses = losses_of(pool_of(one, two, count=12), list(expected.values()))
     label = list(expected)[int(losses.argmin())]
@@ -169,7 +169,7 @@ def test_smoothquant_s_search_is_at_least_as_good_as_any_alpha():
 
 
 @pytest.mark.parametrize(
-    ("spelled", "message"),
+    ("recipe", "message"),
     [
         ("awq(int4, grid=0)", "grid must be a whole number and at least 1, got 0"),
         ("awq(int4, ranges=all)", "ranges must be one of range, mse, got 'all'"),
@@ -180,17 +180,17 @@ def test_smoothquant_s_search_is_at_least_as_good_as_any_alpha():
         ("smoothquant(int8, alpha=true)", "alpha must be 0 to 1, or auto, got True"),
     ],
 )
-def test_options_are_checked_before_any_work(spelled, message):
+def test_options_are_checked_before_any_work(recipe, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Recipe.parse(spelled)
+        Recipe.parse(recipe)
 
 
 @given(st.lists(st.floats(0, 1e30), min_size=1, max_size=9))
 def test_levelled_is_finite_and_positive(sizes):
-    found = levelled(torch.tensor(sizes, dtype=torch.float64))
+    found = centred_scale(torch.tensor(sizes, dtype=torch.float64))
     assert bool((torch.isfinite(found) & (found > 0)).all())
-    heard = [value for value, size in zip(found.tolist(), sizes, strict=True) if size > 0]
-    assert not heard or min(heard) * max(heard) == pytest.approx(1.0, rel=1e-6)
+    recorded = [value for value, size in zip(found.tolist(), sizes, strict=True) if size > 0]
+    assert not recorded or min(recorded) * max(recorded) == pytest.approx(1.0, rel=1e-6)
 
 
 @pytest.mark.gpu
@@ -198,7 +198,7 @@ def test_the_search_on_a_device_is_that_of_the_processor():
     for recipe in ("awq(int4)", f"smoothquant({STATIC}, alpha=auto)", "awq(nvfp4, weights=true)"):
         x, w, found = inputs(256, 5), weight(128, 256, 6), []
         parsed = Recipe.parse(recipe)
-        (rewrite,), target = parsed.rewrites, parsed.rules[0].target
+        (rewrite,), target = parsed.rewrites, parsed.rules[0].config
         assert target is not None
         for device in ("cpu", "cuda"):
             there = Reader(w.to(device), target, Statistics.of(x.to(device)), torch.arange(256, device=device))

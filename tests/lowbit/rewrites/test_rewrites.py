@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from lowbit import QLinear, Recipe, quantize_, rewrite_
 from lowbit.grid import to_codes
-from lowbit.inserted import Multiply
 from lowbit.scales import choose
 from lowbit.scheme import SCHEMES
+from lowbit.transforms import ChannelScale
 from tests.ecosystem import test_architectures as architectures
 from tests.lowbit.calibration.test_calibrate import Experts
-from tests.lowbit.rewrites.test_tracing import apart, stirred
+from tests.lowbit.rewrites.test_reader_map import apart, stirred
 from tests.support.models import llama, mlp, tokens
 
 W8A8 = "int8_dynamic_activation_int8_weight"
@@ -57,10 +57,10 @@ def test_the_float_model_gives_what_it_gave(name, recipe):
         z = model(**call).logits
     assert apart(y, z) <= 1e-5
     assert not any(isinstance(module, QLinear) for module in model.modules())
-    chosen = [layer for layer in plan.changed if any(record.choice for record in layer.rewrites)]
-    unreached = [layer for layer in plan.changed if not layer.rewrites and layer.kind != "experts"]
+    chosen = [layer for layer in plan.quantized if any(record.choice for record in layer.rewrites)]
+    unreached = [layer for layer in plan.quantized if not layer.rewrites and layer.kind != "experts"]
     assert all("dt_proj" in layer.name for layer in unreached)  # mamba multiplies by its weight without calling it
-    assert len(chosen) >= len(plan.changed) / 2
+    assert len(chosen) >= len(plan.quantized) / 2
     after = model.state_dict()
     for layer in chosen:  # each was really multiplied
         stored = next(key for key in (f"{layer.name}.weight", f"{layer.name}.0.weight") if key in after)
@@ -69,7 +69,7 @@ def test_the_float_model_gives_what_it_gave(name, recipe):
         for record in layer.rewrites:
             assert record.after <= record.before or "smoothquant" in record.rewrite
             assert not record.into or record.into in dict(model.named_modules())
-        has = isinstance(getattr(model.get_submodule(layer.name), "transform", None), Multiply)
+        has = isinstance(getattr(model.get_submodule(layer.name), "transform", None), ChannelScale)
         assert has == any(record.choice and not record.into for record in layer.rewrites)
 
 
@@ -77,14 +77,14 @@ def test_the_float_model_gives_what_it_gave(name, recipe):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 def test_a_device_takes_a_block_at_a_time(name):
     model = spiked(stirred(architectures.build(name)))
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     (call, *_) = calls_for(name)
     with torch.no_grad():
         y = model(**call).logits
         plan = rewrite_(model, "awq(int3)", calibration=calls_for(name), device="cuda")
         assert apart(y, model(**call).logits) <= 1e-5
     assert not any(tensor.is_cuda for tensor in model.state_dict().values())
-    expected = rewrite_(twin, "awq(int3)", calibration=calls_for(name))
+    expected = rewrite_(duplicate, "awq(int3)", calibration=calls_for(name))
     for layer, other in zip(plan.layers, expected.layers, strict=True):
         assert [record.into for record in layer.rewrites] == [record.into for record in other.rewrites]
         assert [r.after for r in layer.rewrites] == pytest.approx([r.after for r in other.rewrites], rel=1e-2)
@@ -115,7 +115,7 @@ def test_a_head_of_its_own_is_divided_by_the_norm_before_it():
     plan = rewrite_(model, Recipe.of({"lm_head": "int3", "*q_proj": "int3"}).rewritten("awq"), calibration=tokens(4, 10))
     with torch.no_grad():
         assert apart(y, model(tokens()).logits) <= 1e-5
-    assert [layer.rewrites[0].into for layer in plan.changed] == [
+    assert [layer.rewrites[0].into for layer in plan.quantized] == [
         *(f"model.layers.{i}.input_layernorm" for i in (0, 1)), "model.norm",
     ]  # fmt: skip
 
@@ -123,8 +123,8 @@ def test_a_head_of_its_own_is_divided_by_the_norm_before_it():
 def test_without_modules_only_what_can_be_folded_is():
     model = spiked(stirred(architectures.build("gpt2")))
     plan = rewrite_(model, "awq(int3, insert=false)", calibration=calls_for("gpt2"))
-    assert not any(isinstance(module, Multiply) for module in model.modules())
-    assert {layer.name.rpartition(".h.")[2][2:] for layer in plan.changed if not layer.rewrites} == {"mlp.c_proj"}
+    assert not any(isinstance(module, ChannelScale) for module in model.modules())
+    assert {layer.name.rpartition(".h.")[2][2:] for layer in plan.quantized if not layer.rewrites} == {"mlp.c_proj"}
 
 
 def test_a_recipe_without_rewrites_rewrites_nothing():
@@ -137,10 +137,10 @@ def test_a_recipe_without_rewrites_rewrites_nothing():
 
 def loss_of(model: nn.Module, recipe: Any, name: str, rounds: int = 3) -> float:
     """How far the outputs of a quantized copy are from those of ``model``."""
-    twin, calls = copy.deepcopy(model), calls_for(name, rounds)
-    quantize_(twin, recipe, calibration=calls)
+    duplicate, calls = copy.deepcopy(model), calls_for(name, rounds)
+    quantize_(duplicate, recipe, calibration=calls)
     with torch.no_grad():
-        pairs = [(model(**call).logits.double(), twin(**call).logits.double()) for call in calls]
+        pairs = [(model(**call).logits.double(), duplicate(**call).logits.double()) for call in calls]
     return float(sum((a - b).square().sum() for a, b in pairs) / sum(a.square().sum() for a, _ in pairs))
 
 
@@ -157,12 +157,12 @@ def test_weights_are_rounded_to_the_grid_from_what_norms_leave_them(dtype):
     """The gain is rounded to the model's dtype when it is divided, and the weight multiplied by what it was divided by then; the
     product itself is rounded to no dtype before it is rounded to the grid."""
     model = spiked(stirred(llama(tied=False))).to(dtype)
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     plan = quantize_(model, "awq(int8)", calibration=tokens(4, 10))
-    (q,) = [layer for layer in plan.changed if layer.name == "model.layers.0.self_attn.q_proj"]
+    (q,) = [layer for layer in plan.quantized if layer.name == "model.layers.0.self_attn.q_proj"]
     assert q.rewrites[0].choice
-    norm, old = (m.model.layers[0].input_layernorm.weight.detach().double() for m in (model, twin))
-    layer, before = model.model.layers[0].self_attn.q_proj, twin.model.layers[0].self_attn.q_proj.weight.detach().double()
+    norm, old = (m.model.layers[0].input_layernorm.weight.detach().double() for m in (model, duplicate))
+    layer, before = model.model.layers[0].self_attn.q_proj, duplicate.model.layers[0].self_attn.q_proj.weight.detach().double()
     assert layer.weight.dtype == dtype
     wanted = (before * (old / norm)).float()
     scales = choose(wanted, SCHEMES["int8"])
@@ -177,7 +177,7 @@ def test_rounders_get_the_statistics_of_what_they_are_given():
     rewritten = copy.deepcopy(model)
     rewrite_(rewritten, Recipe.of({"*layers.0*": "int4"}).rewritten("awq"), calibration=tokens(4, 10))
     plan = quantize_(model, Recipe.of({"*layers.0*": "gptq(int4)"}).rewritten("awq"), calibration=tokens(4, 10))
-    for layer in plan.changed:
+    for layer in plan.quantized:
         x: list[Tensor] = []
         hook = rewritten.get_submodule(layer.name).register_forward_pre_hook(lambda m, args, x=x: x.append(args[0].detach()))
         with torch.no_grad():
@@ -212,13 +212,13 @@ def test_dead_channels_constant_inputs_and_silent_experts_give_finite_numbers(re
     x[:, 2] = 0
     x[:, 3] = 1.5
     for data in (x, x[:1].expand(40, 8), torch.zeros(5, 8)):
-        twin = copy.deepcopy(model)
-        plan = quantize_(twin, recipe, calibration=data)
-        for tensor in twin.state_dict().values():
+        duplicate = copy.deepcopy(model)
+        plan = quantize_(duplicate, recipe, calibration=data)
+        for tensor in duplicate.state_dict().values():
             assert not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
         with torch.no_grad():
-            assert bool(torch.isfinite(twin(data)).all())
-        silent = [layer for layer in plan.changed if "experts.2" in layer.name]
+            assert bool(torch.isfinite(duplicate(data)).all())
+        silent = [layer for layer in plan.quantized if "experts.2" in layer.name]
         assert all("no calibration data reached it" in layer.notes[0] and not layer.rewrites for layer in silent)
 
 
@@ -236,8 +236,8 @@ def test_weights_of_zeros_stay_zeros():
         model[2].weight[:, :40] = 0
         model[2].weight[5] = 0
     for recipe in ("awq(int3)", f"smoothquant({W8A8}, alpha=auto)", "awq(mxfp4)"):
-        twin = copy.deepcopy(model)
-        quantize_(twin, recipe, calibration=torch.randn(60, 40))
-        dense = twin[2].weight.dequantize()
+        duplicate = copy.deepcopy(model)
+        quantize_(duplicate, recipe, calibration=torch.randn(60, 40))
+        dense = duplicate[2].weight.dequantize()
         assert bool(torch.isfinite(dense).all())
         assert not bool(dense[5].any())

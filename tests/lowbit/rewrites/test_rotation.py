@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import lowbit
 from lowbit import QLinear, Recipe, quantize_
 from lowbit.calibration.data import Batch
-from lowbit.inserted import Hadamard, PreparedLinear, RMSNorm
 from lowbit.rewrites.hadamard import Rotation
-from lowbit.rewrites.norms import measured
+from lowbit.rewrites.norms import measure_norm
+from lowbit.rewrites.residual_stream import find_residual_stream
 from lowbit.rewrites.rotation import rotation
-from lowbit.rewrites.stream import find_stream
+from lowbit.transforms import Hadamard, RMSNorm, TransformedLinear
 
 SAME = 1e-5  # of the largest output: rounding in float32
 SMALL: dict[str, Any] = {
@@ -98,7 +98,7 @@ def test_a_rotated_model_gives_what_it_gave_and_every_weight_of_its_stream_is_an
     want, before = logits(model), copy.deepcopy(model)
     rotation(model, [])
     assert differs(model, want) <= SAME
-    stream = find_stream(before, Batch((), {"input_ids": ids()}))
+    stream = find_residual_stream(before, Batch((), {"input_ids": ids()}))
     for path in stream.readers.keys() | stream.writers.keys():
         old, new = before.get_submodule(path), model.get_submodule(path)
         for leaf, parameter in old.named_parameters():
@@ -106,7 +106,7 @@ def test_a_rotated_model_gives_what_it_gave_and_every_weight_of_its_stream_is_an
                 changed = (new.get_parameter(leaf) - parameter).detach()
                 assert float(changed.norm()) > 0.5 * float(parameter.detach().norm()), (path, leaf)
     for path in stream.norms:
-        found = measured(model.get_submodule(path), stream.width)
+        found = measure_norm(model.get_submodule(path), stream.width)
         assert found is not None
         assert found.is_plain
         assert not found.centres
@@ -185,7 +185,7 @@ def test_a_layer_norm_makes_way_for_a_norm_that_is_seen_and_a_bias_goes_to_the_h
     model = build("gpt2")
     notes = rotation(model, [])
     assert all(isinstance(block.ln_1, RMSNorm) and block.ln_1.eps == 1e-5 for block in model.transformer.h)
-    assert isinstance(model.lm_head, PreparedLinear)
+    assert isinstance(model.lm_head, TransformedLinear)
     assert model.lm_head.bias is not None
     assert [note for note in notes if "RMS norms now" in note]
     assert [note for note in notes if note.startswith("lm_head has a bias now")]
@@ -273,7 +273,7 @@ def test_linear_experts_are_rotated_also_those_that_no_token_reached() -> None:
     assert [note for note in notes if "reached by no data" in note]
     for old, new in zip(before.layers, model.layers, strict=True):
         for a, b in zip(old.experts, new.experts, strict=True):
-            assert isinstance(b.down_proj, PreparedLinear)
+            assert isinstance(b.down_proj, TransformedLinear)
             assert not torch.allclose(a.up_proj.weight, b.up_proj.weight)
 
 
@@ -311,5 +311,5 @@ def test_gptq_behind_rotation_calibrates_on_rotated_inputs() -> None:
     model = build("llama")
     want = logits(model)
     plan = quantize_(model, lowbit.rotation(lowbit.gptq("int8"), online=True), calibration=ids(8))
-    assert all(layer.loss is not None and layer.loss < 1e-3 for layer in plan.changed)
+    assert all(layer.loss is not None and layer.loss < 1e-3 for layer in plan.quantized)
     assert differs(model, want) < 0.05

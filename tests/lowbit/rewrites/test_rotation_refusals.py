@@ -17,9 +17,9 @@ from lowbit import quantize_
 from lowbit.calibration.data import Batch
 from lowbit.rewrites.emulation import distance, rotated_difference
 from lowbit.rewrites.hadamard import Rotation
-from lowbit.rewrites.norms import measured
+from lowbit.rewrites.norms import measure_norm
+from lowbit.rewrites.residual_stream import find_residual_stream
 from lowbit.rewrites.rotation import rotation
-from lowbit.rewrites.stream import find_stream
 from tests.lowbit.rewrites.test_rotation import GPT2, PASSED_BY, SAME, Mixture, build, ids
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_rounding_that_grows_in_float32_is_told_from_a_difference() -> None:
     model = transformers.GPT2LMHeadModel(config).eval()
     tokens = Batch((), {"input_ids": ids(1, 24)})
     with torch.no_grad():
-        assert rotated_difference(model, tokens, None, find_stream(model, tokens), Rotation.of(48)) > SAME
+        assert rotated_difference(model, tokens, None, find_residual_stream(model, tokens), Rotation.of(48)) > SAME
         wide = copy.deepcopy(model).double()
         want = wide(**tokens.kwargs).logits
         rotation(model, [tokens])
@@ -132,7 +132,7 @@ def test_a_norm_is_known_by_what_it_computes(size: int, kind: str, seed: int) ->
     torch.manual_seed(seed)
     for parameter in made.parameters():
         nn.init.normal_(parameter)
-    found = measured(made, size)
+    found = measure_norm(made, size)
     assert found is not None
     assert found.centres == (kind == "layer")
     x = torch.randn(3, size)
@@ -142,4 +142,4 @@ def test_a_norm_is_known_by_what_it_computes(size: int, kind: str, seed: int) ->
 
 @pytest.mark.parametrize("module", [nn.SiLU(), nn.Identity(), nn.Dropout(), nn.Softmax(-1), nn.Tanh(), nn.BatchNorm1d(8).eval()])
 def test_other_modules_are_no_norms(module: nn.Module) -> None:
-    assert measured(module, 8) is None
+    assert measure_norm(module, 8) is None

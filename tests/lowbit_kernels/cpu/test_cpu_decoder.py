@@ -35,7 +35,7 @@ def made(dtype: torch.dtype, heads: tuple[int, int, int], normed: bool) -> tuple
         q = QTensor.quantize(random(n, k) / k**0.5, "int4_g16")
         parts, bias = (q.packed, q.scale, q.zero_point, q.outer), random(n).to(dtype) if n == keys * size else None
         x = torch.empty(1, k, dtype=dtype)
-        kernels.append(registry.select(product_call("linear", q.spelling, q.byte_layout, x, *parts, bias)))
+        kernels.append(registry.select(product_call("linear", q.scheme_str, q.byte_layout, x, *parts, bias)))
         products.append(cpu_decoder.Product(*parts, bias, q.scheme, k))
         weights.append(q.dequantize(torch.float32).double())
     norms = [random(n).to(dtype) for n in (HIDDEN, HIDDEN, *([size, size] if normed else []))]
@@ -80,8 +80,8 @@ def test_a_step_errs_no_more_than_its_reference(
     assert isinstance(y, Tensor)
     assert torch.equal(kept[:, :, :, places:], room[:, :, :, places:])
     assert torch.equal(kept[:, :, :, :past], room[:, :, :, :past])
-    (want, filled), (apart, also) = reference(torch.float64), reference(dtype)
-    for got, theirs, exact in ((y, apart, want), (kept, also, filled)):
+    (want, filled), (apart, predicate) = reference(torch.float64), reference(dtype)
+    for got, theirs, exact in ((y, apart, want), (kept, predicate, filled)):
         # Digits of float32 hold 2^-22 of the largest number in a slice, which is a few times the usual one, in four products.
         assert rms(got.double() - exact) <= 2 * rms(theirs.double() - exact) + 2.0**-19 * rms(exact)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowbit import QEmbedding, QLinear, QTensor, quantize_, trace_kernels
 from lowbit.packing import pack, plane_widths
 from lowbit.scheme import PLAIN_SCALES, SCHEMES, Scheme
-from lowbit_kernels import cpu, cpu_panels, interleaved, reference
+from lowbit_kernels import cpu, cpu_dequant_gemm, interleaved, reference
 from lowbit_kernels.layouts import LAYOUTS, Parts
 from tests.support.accuracy import linear_bound
 from tests.support.cpu_cases import hard_rows
@@ -19,7 +19,7 @@ from tests.support.processors import needs_digits
 
 LAYOUT = LAYOUTS["interleaved"]
 NAMES = (*SCHEMES, "int5_row", "uint4:row:zint:bf16", "uint3:g32:zfloat:fp32", "int8_g64", "int7:g64:fp32", "int4_sym_g16")
-OF_DIGITS = (
+SPLIT_INT8 = (
     *(Scheme(f"int{bits}", group) for bits in range(2, 9) for group in (32, 96, 256, -1)),
     *(Scheme(f"uint{bits}", group, "int", "fp16") for bits in range(2, 7) for group in (64, 256, -1)),
     Scheme("mxint8", 32, scale="e8m0"),
@@ -83,11 +83,11 @@ def test_each_field_lies_where_the_docstring_says(bits: int, row: int, column: i
     assert int((flat != 0).sum()) == len(widths)
 
 
-def multiply(x: Tensor, parts: tuple[Tensor | None, ...], scheme: Scheme, digits: int, interleaves: bool) -> Tensor:
+def multiply(x: Tensor, parts: tuple[Tensor | None, ...], scheme: Scheme, limbs: int, interleaves: bool) -> Tensor:
     values, scales = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.byte_table(scheme.scale)
-    arguments = (x, *parts, None, values, scales, scheme.group_size, digits, None, interleaves)
-    prepared = torch.ops.lowbit_cpu.digits_prepared(*arguments)
-    y = torch.ops.lowbit_cpu.digits_linear(*arguments)
+    arguments = (x, *parts, None, values, scales, scheme.group_size, limbs, None, interleaves)
+    prepared = torch.ops.lowbit_cpu.split_int8_gemv_prepare(*arguments)
+    y = torch.ops.lowbit_cpu.split_int8_gemv(*arguments)
     assert prepared.numel() > 0
     assert torch.equal(torch.ops.lowbit_cpu.prepared_linear(x, prepared).nan_to_num(7), y.nan_to_num(7))
     return y
@@ -95,7 +95,7 @@ def multiply(x: Tensor, parts: tuple[Tensor | None, ...], scheme: Scheme, digits
 
 @needs_digits
 @pytest.mark.parametrize("instructions", ["avx2", "avx512"])
-@pytest.mark.parametrize("scheme", OF_DIGITS, ids=str)
+@pytest.mark.parametrize("scheme", SPLIT_INT8, ids=str)
 def test_products_keep_their_contracts(scheme: Scheme, instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if instructions == "avx512" and torch.ops.lowbit_cpu.instructions() != "avx512":
         pytest.skip("this processor has no avx512")
@@ -112,8 +112,8 @@ def test_products_keep_their_contracts(scheme: Scheme, instructions: str, monkey
         for m, dtype in ((1, torch.bfloat16), (3, torch.float16), (7, torch.float32), (16, torch.bfloat16), (1, torch.float32)):
             x = hard_rows(m, k, dtype, 2.0**-140)
             exact = x.double() @ w.mT
-            for contract, digits in {"two digits": 2, "exact digits": 3}.items():
-                y = multiply(x, parts, scheme, digits, True)
+            for contract, limbs in {"split-int8 (2 limbs)": 2, "split-int8 (3 limbs)": 3}.items():
+                y = multiply(x, parts, scheme, limbs, True)
                 error, bound = (y.double() - exact).abs(), linear_bound(contract, x.double(), w, None, exact, dtype)
                 assert ((error <= bound) | (exact.abs() + bound > torch.finfo(dtype).max)).all(), (contract, m, k, dtype)
             largest = x.float().abs().amax(-1, keepdim=True) / 127
@@ -121,21 +121,21 @@ def test_products_keep_their_contracts(scheme: Scheme, instructions: str, monkey
             exact = rounded @ w.mT
             y = multiply(x, parts, scheme, 1, True)
             error, bound = (y.double() - exact).abs(), linear_bound("exact", rounded, w, None, exact, dtype)
-            assert ((error <= bound) | (exact.abs() + bound > torch.finfo(dtype).max)).all(), ("one digit", m, k, dtype)
+            assert ((error <= bound) | (exact.abs() + bound > torch.finfo(dtype).max)).all(), ("one limb", m, k, dtype)
 
 
 @needs_digits
 @settings(deadline=None, max_examples=60)
 @given(
-    scheme=st.sampled_from(OF_DIGITS),
+    scheme=st.sampled_from(SPLIT_INT8),
     blocks=st.integers(1, 21),
     k=st.sampled_from([128, 512, 2048]),
     m=st.sampled_from([1, 1, 2, 5]),
-    digits=st.integers(1, 3),
+    limbs=st.integers(1, 3),
     instructions=st.sampled_from(["avx2", ""]),
 )
 def test_a_block_gives_the_same_bits_wherever_it_lies(
-    scheme: Scheme, blocks: int, k: int, m: int, digits: int, instructions: str
+    scheme: Scheme, blocks: int, k: int, m: int, limbs: int, instructions: str
 ) -> None:
     """Threads take blocks in turns of any length, two of them at once."""
     generator = torch.Generator().manual_seed(blocks)
@@ -145,11 +145,11 @@ def test_a_block_gives_the_same_bits_wherever_it_lies(
     with pytest.MonkeyPatch.context() as patch:
         if instructions:
             patch.setenv("LOWBIT_CPU", instructions)
-        y = multiply(x, (*parts, outer), scheme, digits, True)
+        y = multiply(x, (*parts, outer), scheme, limbs, True)
         for block in {0, blocks // 2, blocks - 1}:
             rows = slice(32 * block, 32 * block + 32)
             alone = tuple(None if part is None else part[rows] for part in parts)
-            assert torch.equal(multiply(x, (*alone, outer), scheme, digits, True), y[:, rows])
+            assert torch.equal(multiply(x, (*alone, outer), scheme, limbs, True), y[:, rows])
 
 
 @needs_digits
@@ -167,8 +167,8 @@ def test_what_has_no_digits_is_multiplied_as_canonical_rows_are(
     for number in (float("inf"), float("-inf"), float("nan"), 1e-38):
         x = torch.randn(2, 256) if number > 1e-30 or number != number else torch.randn(2, 256) * number
         x[1, 77] = number
-        for digits in (2, 3):
-            ours, canonical = (multiply(x, w, scheme, digits, w is there)[1] for w in (there, parts))
+        for limbs in (2, 3):
+            ours, canonical = (multiply(x, w, scheme, limbs, w is there)[1] for w in (there, parts))
             assert torch.equal(ours.isnan(), canonical.isnan())
             torch.testing.assert_close(ours.nan_to_num(7e30), canonical.nan_to_num(7e30), rtol=1e-5, atol=1e-30)
 
@@ -176,10 +176,10 @@ def test_what_has_no_digits_is_multiplied_as_canonical_rows_are(
 @needs_digits
 @settings(max_examples=40, deadline=None)
 @given(
-    scheme=st.sampled_from(OF_DIGITS), blocks=st.integers(1, 20), k=st.sampled_from((96, 640, 4096)), m=st.integers(1, 9),
-    threads=st.integers(2, 4), digits=st.integers(1, 3),
+    scheme=st.sampled_from(SPLIT_INT8), blocks=st.integers(1, 20), k=st.sampled_from((96, 640, 4096)), m=st.integers(1, 9),
+    threads=st.integers(2, 4), limbs=st.integers(1, 3),
 )  # fmt: skip
-def test_neighbours_and_threads_change_no_bit(scheme: Scheme, blocks: int, k: int, m: int, threads: int, digits: int) -> None:
+def test_neighbours_and_threads_change_no_bit(scheme: Scheme, blocks: int, k: int, m: int, threads: int, limbs: int) -> None:
     w = torch.randn(32 * blocks, k, generator=torch.Generator().manual_seed(k))
     packed, scale, zero, outer = reference.quantize(w, scheme, "range")
     x, before = torch.randn(m, k, generator=torch.Generator().manual_seed(m)), torch.get_num_threads()
@@ -190,9 +190,9 @@ def test_neighbours_and_threads_change_no_bit(scheme: Scheme, blocks: int, k: in
 
     try:
         torch.set_num_threads(threads)
-        whole = multiply(x, part(0, 32 * blocks), scheme, digits, True)
+        whole = multiply(x, part(0, 32 * blocks), scheme, limbs, True)
         torch.set_num_threads(1)
-        rows = torch.stack([multiply(row, part(32 * (blocks - 1), 32 * blocks), scheme, digits, True) for row in x])
+        rows = torch.stack([multiply(row, part(32 * (blocks - 1), 32 * blocks), scheme, limbs, True) for row in x])
     finally:
         torch.set_num_threads(before)
     assert torch.equal(whole[:, 32 * (blocks - 1) :], rows)
@@ -201,7 +201,7 @@ def test_neighbours_and_threads_change_no_bit(scheme: Scheme, blocks: int, k: in
 @needs_digits
 @settings(max_examples=60, deadline=None)
 @given(
-    scheme=st.sampled_from(OF_DIGITS),
+    scheme=st.sampled_from(SPLIT_INT8),
     m=st.integers(1, 70),
     blocks=st.integers(1, 5),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
@@ -213,7 +213,9 @@ def test_kernels_of_many_rows_read_the_same_numbers(scheme: Scheme, m: int, bloc
     assert torch.equal(there.dequantize(), q.dequantize())
     indices = torch.arange(m).reshape(1, -1) % (32 * blocks)
     assert torch.equal(nn.functional.embedding(indices, there), nn.functional.embedding(indices, q))
-    products = [cpu_panels.by_panels] + [cpu_panels.by_dots] * (cpu_panels.dots_available() is None and dtype == torch.bfloat16)
+    products = [cpu_dequant_gemm.dequant_gemm_product] + [cpu_dequant_gemm.bf16_dot_product] * (
+        cpu_dequant_gemm.bf16_dot_available() is None and dtype == torch.bfloat16
+    )
     for product in products:
         y = product(scheme, True)(x, there.packed, there.scale, there.zero_point, there.outer, None, scheme)
         assert torch.equal(y, product(scheme)(x, q.packed, q.scale, q.zero_point, q.outer, None, scheme))
@@ -233,7 +235,7 @@ def test_a_model_is_kept_interleaved_where_that_is_quicker() -> None:
     )  # a row is not all over a block
     with trace_kernels() as trace:
         model[0](torch.randn(1, 96).bfloat16())
-    assert list(trace.kernels()) == ["cpu_interleaved_two_digits"]
+    assert list(trace.kernels()) == ["cpu_interleaved_split_int8x2_gemv"]
 
 
 @needs_digits

@@ -112,7 +112,7 @@ from lowbit.scheme import Scheme
 print(select(Call("linear", "cpu", 0, "canonical", Scheme("int8"), torch.float32, 1, 8, 64)).name, kernels()[-1].name[:9])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["cpu_gemv" if cpu._digits_available() else "cpu_digits", "reference"]
+    assert done.stdout.split() == ["cpu_gemv" if cpu._split_int8_available() else "cpu_split_int8x3_gemv", "reference"]
 
 
 @pytest.mark.parametrize("forced", ["portable", "avx2", "avx512", "neon"])
@@ -145,7 +145,7 @@ print(torch.ops.lowbit_cpu.instructions(), *trace.kernels(), *y.flatten().tolist
     q = QTensor.quantize(torch.sin(torch.arange(7 * 200.0)).reshape(7, 200), Scheme("uint4", 32, "int"))
     w = q.dequantize(torch.float64)
     exact = x.double() @ w.mT
-    bound = linear_bound("two digits", x.double(), w, None, exact, torch.bfloat16)
+    bound = linear_bound("split-int8 (2 limbs)", x.double(), w, None, exact, torch.bfloat16)
     assert ((torch.tensor([[float(n) for n in numbers]], dtype=torch.float64) - exact).abs() <= bound).all()
 
 
@@ -168,8 +168,8 @@ def test_steps_of_every_instruction_set(scheme: Scheme, instructions: str, monke
         pytest.skip(f"this processor has no {instructions}")
     monkeypatch.setenv("LOWBIT_CPU", instructions)
     values, scales = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.byte_table(scheme.scale)
-    digits = torch.ops.lowbit_cpu.takes_digits(values, scheme.zero_point == "int")
-    assert digits == (instructions != "portable" and cpu.are_small_integers(FORMATS[scheme.format]))
+    limbs = torch.ops.lowbit_cpu.supports_split_int8(values, scheme.zero_point == "int")
+    assert limbs == (instructions != "portable" and cpu.are_small_integers(FORMATS[scheme.format]))
     for k in (1, 31, 127, 512, 700, 2100):
         w = torch.randn(9, k, generator=torch.Generator().manual_seed(k))
         w[:, ::31] *= 20
@@ -179,20 +179,20 @@ def test_steps_of_every_instruction_set(scheme: Scheme, instructions: str, monke
         for m, dtype in ((1, torch.bfloat16), (3, torch.float16), (7, torch.float32), (16, torch.bfloat16)):
             x = hard_rows(m, k, dtype, 2.0**-140)
             exact = x.double() @ w.mT
-            contracts = {"two digits": 2, "exact digits": 3} if digits else {"exact": 0} if m <= 8 else {}
+            contracts = {"split-int8 (2 limbs)": 2, "split-int8 (3 limbs)": 3} if limbs else {"exact": 0} if m <= 8 else {}
             for contract, count in contracts.items():
                 arguments = (x, *parts, None, values, scales, scheme.group_size)
-                name = "digits_linear" if count else "linear"
+                name = "split_int8_gemv" if count else "linear"
                 y = getattr(torch.ops.lowbit_cpu, name)(*arguments, *([count] if count else []))
                 error, bound = (y.double() - exact).abs(), linear_bound(contract, x.double(), w, None, exact, dtype)
                 assert ((error <= bound) | (exact.abs() + bound > torch.finfo(dtype).max)).all(), (contract, m, k, dtype)
-            if digits:  # x rounded to eight bits
+            if limbs:  # x rounded to eight bits
                 largest = x.float().abs().amax(-1, keepdim=True) / 127
                 rounded = (x.float() / largest).nan_to_num().round().clamp(-128, 127).double() * largest.double()
-                y = torch.ops.lowbit_cpu.digits_linear(x, *parts, None, values, scales, scheme.group_size, 1)
+                y = torch.ops.lowbit_cpu.split_int8_gemv(x, *parts, None, values, scales, scheme.group_size, 1)
                 exact = rounded @ w.mT
                 error, bound = (y.double() - exact).abs(), linear_bound("exact", rounded, w, None, exact, dtype)
-                assert ((error <= bound) | (exact.abs() + bound > torch.finfo(dtype).max)).all(), ("one digit", m, k, dtype)
+                assert ((error <= bound) | (exact.abs() + bound > torch.finfo(dtype).max)).all(), ("one limb", m, k, dtype)
 
 
 @pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
@@ -251,9 +251,9 @@ def test_infinities_and_nan_have_no_digits(scheme: Scheme, instructions: str, mo
     values, scales = cpu.number_table(scheme.format), None if scheme.scale in PLAIN_SCALES else cpu.number_table(scheme.scale)
     for number in (float("inf"), float("-inf"), float("nan")):
         x = torch.randn(2, 256)
-        whole = torch.ops.lowbit_cpu.digits_linear(x, *parts, None, values, scales, scheme.group_size, 3)
+        whole = torch.ops.lowbit_cpu.split_int8_gemv(x, *parts, None, values, scales, scheme.group_size, 3)
         x[1, 77] = number
-        y = torch.ops.lowbit_cpu.digits_linear(x, *parts, None, values, scales, scheme.group_size, 3)
+        y = torch.ops.lowbit_cpu.split_int8_gemv(x, *parts, None, values, scales, scheme.group_size, 3)
         assert torch.equal(y[0], whole[0])
         assert torch.equal(y[1].nan_to_num(7e30), linear(x, parts, scheme)[1].nan_to_num(7e30))
 

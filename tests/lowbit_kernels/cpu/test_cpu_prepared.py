@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowbit import QLinear, QTensor, Scheme, quantize_
 from lowbit_kernels import cpu, reference
-from lowbit_kernels.bound import bind
+from lowbit_kernels.prepared_call import bind
 from tests.support.processors import needs_digits
 
 pytestmark = needs_digits
@@ -39,41 +39,41 @@ def weight(scheme: Scheme, n: int, k: int) -> Parts:
     return reference.quantize(torch.randn(n, k, generator=torch.Generator().manual_seed(n + k)), scheme, "range")
 
 
-def how(scheme: Scheme, digits: int) -> tuple[Tensor, Tensor | None, int, int]:
-    return *cpu.told(scheme), digits
+def how(scheme: Scheme, limbs: int) -> tuple[Tensor, Tensor | None, int, int]:
+    return *cpu.operator_args(scheme), limbs
 
 
-def both(x: Tensor, parts: Parts, bias: Tensor | None, scheme: Scheme, digits: int, *given: Tensor) -> tuple[Tensor, Tensor]:
-    ops, arguments = torch.ops.lowbit_cpu, (*parts, bias, *how(scheme, digits), *given)
-    ready = ops.digits_prepared(x[..., :0, :] if x.dim() > 1 else x, *arguments)
+def both(x: Tensor, parts: Parts, bias: Tensor | None, scheme: Scheme, limbs: int, *given: Tensor) -> tuple[Tensor, Tensor]:
+    ops, arguments = torch.ops.lowbit_cpu, (*parts, bias, *how(scheme, limbs), *given)
+    ready = ops.split_int8_gemv_prepare(x[..., :0, :] if x.dim() > 1 else x, *arguments)
     assert ready.dtype == torch.uint8
     assert ready.numel() > 0
-    return ops.prepared_linear(x, ready), ops.digits_linear(x, *arguments)
+    return ops.prepared_linear(x, ready), ops.split_int8_gemv(x, *arguments)
 
 
 @settings(max_examples=40)
 @given(
     scheme=st.sampled_from(SCHEMES),
-    digits=st.integers(1, 3),
+    limbs=st.integers(1, 3),
     n=st.integers(1, 700),
     k=st.sampled_from((96, 640, 4096)),
     m=st.integers(1, 6),
     threads=st.integers(2, 4),
     data=st.data(),
 )
-def test_neighbours_change_no_bit(scheme: Scheme, digits: int, n: int, k: int, m: int, threads: int, data: st.DataObject) -> None:
+def test_neighbours_change_no_bit(scheme: Scheme, limbs: int, n: int, k: int, m: int, threads: int, data: st.DataObject) -> None:
     """A number of y is of its own rows of x and the weight alone: not of what shares a tile, a turn or a call with them."""
     first = data.draw(st.integers(0, n - 1))
     past = data.draw(st.integers(first + 1, n))
     packed, scale, zero, outer = weight(scheme, n, k)
     x, before = torch.randn(m, k, generator=torch.Generator().manual_seed(m)), torch.get_num_threads()
-    multiply = torch.ops.lowbit_cpu.digits_linear
+    multiply = torch.ops.lowbit_cpu.split_int8_gemv
     some = packed[first:past], scale[first:past], None if zero is None else zero[first:past], outer
     try:
         torch.set_num_threads(threads)
-        whole = multiply(x, packed, scale, zero, outer, None, *how(scheme, digits))
+        whole = multiply(x, packed, scale, zero, outer, None, *how(scheme, limbs))
         torch.set_num_threads(1)
-        rows = [multiply(row, *some, None, *how(scheme, digits)) for row in x]
+        rows = [multiply(row, *some, None, *how(scheme, limbs)) for row in x]
     finally:
         torch.set_num_threads(before)
     assert torch.equal(whole[:, first:past], torch.stack(rows))
@@ -90,7 +90,7 @@ def layer_of(recipe: str, n: int = 24, k: int = 320, bias: bool = True, dtype: t
 def operator(layer: QLinear, x: Tensor) -> Tensor:
     """What is never prepared."""
     w = layer.weight
-    parts = (w.packed, w.scale, w.zero_point, w.outer, layer.bias, w.spelling, w.byte_layout)
+    parts = (w.packed, w.scale, w.zero_point, w.outer, layer.bias, w.scheme_str, w.byte_layout)
     if layer.activation is None:
         return torch.ops.lowbit.linear(x, *parts)
     return torch.ops.lowbit.quantized_linear(x, *parts, str(layer.activation), layer.input_scale)
@@ -108,12 +108,12 @@ def equal(y: Tensor, expected: Tensor) -> bool:
     st.integers(1, 1100), st.booleans(), st.sampled_from([None, "inf", "-inf", "nan"]),
 )  # fmt: skip
 def test_prepared_or_not_the_bits_are_the_same(
-    scheme: Scheme, dtype: torch.dtype, digits: int, m: int, n: int, k: int, biased: bool, broken: str | None
+    scheme: Scheme, dtype: torch.dtype, limbs: int, m: int, n: int, k: int, biased: bool, broken: str | None
 ) -> None:
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
-    if broken and m and digits > 1:
+    if broken and m and limbs > 1:
         x[m // 2, k // 2] = float(broken)
-    y, expected = both(x, weight(scheme, n, k), torch.linspace(-1, 1, n) if biased else None, scheme, digits)
+    y, expected = both(x, weight(scheme, n, k), torch.linspace(-1, 1, n) if biased else None, scheme, limbs)
     assert equal(y, expected)
 
 
@@ -126,20 +126,20 @@ def test_x_of_any_shape_and_stride(scheme: Scheme) -> None:
     assert equal(*both(torch.randn(3, 160), parts, None, scheme, 1, torch.tensor(0.02)))
 
 
-@pytest.mark.parametrize("digits", [1, 2, 3])
-def test_zero_points_that_are_no_codes(digits: int) -> None:
+@pytest.mark.parametrize("limbs", [1, 2, 3])
+def test_zero_points_that_are_no_codes(limbs: int) -> None:
     scheme = Scheme("uint4", 16, "int")
     parts = weight(scheme, 9, 160)
     x = torch.randn(2, 160)
-    ops, arguments = torch.ops.lowbit_cpu, (*parts, None, *how(scheme, digits))
-    ready = ops.digits_prepared(x, *arguments)
+    ops, arguments = torch.ops.lowbit_cpu, (*parts, None, *how(scheme, limbs))
+    ready = ops.split_int8_gemv_prepare(x, *arguments)
     assert parts[2] is not None
     parts[2][3, 2] = 200  # after it was looked at
-    if digits == 1:
+    if limbs == 1:
         with pytest.raises(RuntimeError, match="zero points must be codes"):
             ops.prepared_linear(x, ready)
     else:
-        assert torch.equal(ops.prepared_linear(x, ready), ops.digits_linear(x, *arguments))
+        assert torch.equal(ops.prepared_linear(x, ready), ops.split_int8_gemv(x, *arguments))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -149,13 +149,13 @@ def test_an_instruction_set_that_is_asked_for_later(scheme: Scheme, monkeypatch:
     names = ["avx2", "avx512"][: 1 + (ops.instructions() == "avx512")]
     for prepared_for in names:
         monkeypatch.setenv("LOWBIT_CPU", prepared_for)
-        ready = ops.digits_prepared(x, *arguments)
+        ready = ops.split_int8_gemv_prepare(x, *arguments)
         for name in names:
             monkeypatch.setenv("LOWBIT_CPU", name)
-            assert torch.equal(ops.prepared_linear(x, ready), ops.digits_linear(x, *arguments)), (prepared_for, name)
+            assert torch.equal(ops.prepared_linear(x, ready), ops.split_int8_gemv(x, *arguments)), (prepared_for, name)
         for wrong, message in (("portable", "no products of integers"), ("neon", "LOWBIT_CPU must be empty")):
             monkeypatch.setenv("LOWBIT_CPU", wrong)
-            for call in (lambda: ops.prepared_linear(x, ready), lambda: ops.digits_linear(x, *arguments)):  # noqa: B023
+            for call in (lambda: ops.prepared_linear(x, ready), lambda: ops.split_int8_gemv(x, *arguments)):  # noqa: B023
                 with pytest.raises(RuntimeError, match=message):
                     call()
 
@@ -230,8 +230,8 @@ def test_a_fixed_scale_of_x_is_read_in_each_call() -> None:
         for factor in (1, 1, 1, 3):
             scale *= factor
             y = run(x, *parts, None, scheme, Scheme("int8", -1), made)
-            told = () if made is None else (made.float(),)
-            assert torch.equal(y, torch.ops.lowbit_cpu.digits_linear(x, *parts, None, *how(scheme, 1), *told))
+            reported = () if made is None else (made.float(),)
+            assert torch.equal(y, torch.ops.lowbit_cpu.split_int8_gemv(x, *parts, None, *how(scheme, 1), *reported))
 
 
 @torch.no_grad()
@@ -240,16 +240,16 @@ def test_what_has_to_be_copied_is_not_prepared() -> None:
     parts, x = weight(scheme, 9, 160), torch.randn(2, 160)
     bias = torch.randn(9)
     apart = tuple(None if part is None else part.repeat_interleave(2, -1)[..., ::2] for part in parts)
-    ops, expected = torch.ops.lowbit_cpu, torch.ops.lowbit_cpu.digits_linear(x, *parts, bias, *how(scheme, 3))
-    run = bind(cpu.digits_linear, scheme)
+    ops, expected = torch.ops.lowbit_cpu, torch.ops.lowbit_cpu.split_int8_gemv(x, *parts, bias, *how(scheme, 3))
+    run = bind(cpu.split_int8_gemv, scheme)
     for some in ((apart[0], *parts[1:], bias), (parts[0], apart[1], *parts[2:], bias), (*parts, bias.repeat_interleave(2)[::2])):
-        assert ops.digits_prepared(x, *some, *how(scheme, 3)).numel() == 0
+        assert ops.split_int8_gemv_prepare(x, *some, *how(scheme, 3)).numel() == 0
         for _ in range(3):
             assert torch.equal(run(x, *some, scheme), expected)
     wide = torch.zeros(9, 200, dtype=torch.uint8)
     wide[:, 20:180] = parts[0]
     part = (wide[:, 20:180], *parts[1:], bias)  # rows may lie apart
-    assert ops.digits_prepared(x, *part, *how(scheme, 3)).numel() > 0
+    assert ops.split_int8_gemv_prepare(x, *part, *how(scheme, 3)).numel() > 0
     for _ in range(3):
         assert torch.equal(run(x, *part, scheme), expected)
 
@@ -257,7 +257,7 @@ def test_what_has_to_be_copied_is_not_prepared() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     scheme = Scheme("int8", 32)
     parts, x, ops = weight(scheme, 9, 160), torch.randn(2, 160), torch.ops.lowbit_cpu
-    ready = ops.digits_prepared(x, *parts, None, *how(scheme, 3))
+    ready = ops.split_int8_gemv_prepare(x, *parts, None, *how(scheme, 3))
     for wrong, message in (
         (x[:, :150], "x must have the 160 columns that this was prepared for, got 150"),
         (x[0, 0], "x must be float32"),
@@ -272,13 +272,13 @@ def test_what_does_not_fit_is_refused() -> None:
     moved.copy_(ready)
     longer = torch.cat([ready, ready[:8]])
     for bytes_ in (ready[:-4], longer, damaged, moved, torch.zeros_like(ready), ready[:0], ready.view(torch.int8), x):
-        with pytest.raises(RuntimeError, match="prepared must be what digits_prepared returned"):
+        with pytest.raises(RuntimeError, match="prepared must be what split_int8_gemv_prepare returned"):
             ops.prepared_linear(x, bytes_)
-    assert torch.equal(ops.prepared_linear(x, ready.clone()), ops.digits_linear(x, *parts, None, *how(scheme, 3)))
-    with pytest.raises(RuntimeError, match="digits must be 1, 2 or 3, got 4"):
-        ops.digits_prepared(x, *parts, None, *how(scheme, 4))
+    assert torch.equal(ops.prepared_linear(x, ready.clone()), ops.split_int8_gemv(x, *parts, None, *how(scheme, 3)))
+    with pytest.raises(RuntimeError, match="limbs must be 1, 2 or 3, got 4"):
+        ops.split_int8_gemv_prepare(x, *parts, None, *how(scheme, 4))
     with pytest.raises(RuntimeError, match="packed must be a CPU tensor"):
-        ops.digits_prepared(x[:, :150], *parts, None, *how(scheme, 3))
+        ops.split_int8_gemv_prepare(x[:, :150], *parts, None, *how(scheme, 3))
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ def test_quantize_gives_the_bytes_of_the_reference(
     seed=st.integers(0, 99),
 )
 @settings(max_examples=300, deadline=None)
-def test_quantize_runs_what_the_receipt_says(
+def test_quantize_runs_what_the_trace_says(
     scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype, exponent: int, wrong: float | None, method: str, seed: int
 ) -> None:
     """Also weights that are refused, with the words of the reference; and the row stands for no other one."""

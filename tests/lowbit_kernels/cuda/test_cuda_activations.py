@@ -34,7 +34,7 @@ def weight(scheme: Scheme, n: int, k: int) -> QTensor:
 def product(x: Tensor, w: QTensor, activation: Scheme, bias: Tensor | None = None, static: Tensor | None = None) -> Tensor:
     w = w.cuda()
     parts = (w.packed, w.scale, w.zero_point, w.outer)
-    with lowbit.strict(f"cuda_{activation.format}_{w.scheme.format}"):
+    with lowbit.strict(f"cuda_w{4 if w.scheme.format == 'int4' else 8}a8_gemm_{w.scheme.format}"):
         return torch.ops.lowbit.quantized_linear(
             x.cuda(), *parts, None if bias is None else bias.cuda(), str(w.scheme), "canonical", str(activation), static
         )
@@ -166,7 +166,7 @@ def test_layers_in_a_graph_follow_one_another() -> None:
     with torch.no_grad():
         with lowbit.trace_kernels() as trace:
             model(x)
-        assert set(trace.kernels()) == {"cuda_int8_int8"}
+        assert set(trace.kernels()) == {"cuda_w8a8_gemm_int8"}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = model(x)
@@ -178,7 +178,7 @@ def test_layers_in_a_graph_follow_one_another() -> None:
 
 def test_what_does_not_fit_raises_before_anything_runs() -> None:
     w = weight(INT8, 8, 64).cuda()
-    op = torch.ops.lowbit_cuda.eights_linear
+    op = torch.ops.lowbit_cuda.w8a8_linear
     x = torch.randn(2, 64, device="cuda")
     lowbit.explain(w)  # loads the library
     with pytest.raises(RuntimeError, match="packed must be uint8"):
@@ -192,12 +192,12 @@ def test_what_does_not_fit_raises_before_anything_runs() -> None:
 
 
 def by_codes(
-    x: Tensor, w: QTensor, at_once: int, bias: Tensor | None = None, static: Tensor | None = None, blocks: int = 0
+    x: Tensor, w: QTensor, fused: int, bias: Tensor | None = None, static: Tensor | None = None, blocks: int = 0
 ) -> Tensor:
     """In two kernels (0) or one: whose clusters of up to 8 blocks split the columns, or whose blocks have 16, 32 or 64 whole rows
     of x and copy W together, ``blocks`` of them."""
-    more = {"blocks_of_cluster": blocks, "at_once": at_once}
-    return torch.ops.lowbit_cuda.eights_linear(x, w.packed, w.scale, bias, static, w.scheme.format, -1, **more)
+    more = {"cluster_size": blocks, "fused": fused}
+    return torch.ops.lowbit_cuda.w8a8_linear(x, w.packed, w.scale, bias, static, w.scheme.format, -1, **more)
 
 
 def ways_of_one_kernel(m: int, k: int) -> list[tuple[int, int]]:
@@ -226,17 +226,17 @@ def test_one_kernel_gives_the_bits_of_two(m: int, n: int, k: int, dtype: torch.d
     for x in (usual, halves, tiny, broken):
         for static in (None, torch.tensor(0.01, device="cuda")):
             wanted = by_codes(x, w, 0, bias, static)
-            for at_once, blocks in ways_of_one_kernel(m, k):
-                found = by_codes(x, w, at_once, bias, static, blocks)
-                assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7)), (at_once, blocks)
+            for fused, blocks in ways_of_one_kernel(m, k):
+                found = by_codes(x, w, fused, bias, static, blocks)
+                assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7)), (fused, blocks)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 300, 2000), (16, 1000, 4096), (150, 1000, 1024)])
 def test_e4m3_in_one_kernel_differs_by_the_order_of_sums(m: int, n: int, k: int) -> None:
     w, x = weight(FP8, n, k).cuda(), torch.randn(m, k, dtype=torch.float16, device="cuda")
     wanted, sums = by_codes(x, w, 0), x.double().abs() @ w.dequantize(torch.float64).abs().T
-    for at_once, blocks in ways_of_one_kernel(m, k):
-        error = (by_codes(x, w, at_once, blocks=blocks).double() - wanted.double()).abs()
+    for fused, blocks in ways_of_one_kernel(m, k):
+        error = (by_codes(x, w, fused, blocks=blocks).double() - wanted.double()).abs()
         assert (error <= 2.0**-10 * wanted.double().abs() + (k / 128 + 4) * 2.0**-23 * sums).all()
 
 
@@ -244,18 +244,18 @@ def test_one_kernel_does_not_start_before_its_x_is_there() -> None:
     """Layers of small x in a graph, where kernels start early, against those that run one by one."""
     layers = [weight(INT8, 1024, 1024).cuda() for _ in range(6)]
 
-    def walk(x: Tensor) -> Tensor:
+    def sweep(x: Tensor) -> Tensor:
         for w in layers:
             x = by_codes(x, w, -1)
         return x
 
     for m in (1, 16, 40, 100, 200, 1000):
         x = torch.randn(m, 1024, dtype=torch.bfloat16, device="cuda")
-        walk(x)
+        sweep(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = walk(x)
+            y = sweep(x)
         for _ in range(20):
             x.copy_(torch.randn_like(x))
             graph.replay()
-            assert torch.equal(y, walk(x))
+            assert torch.equal(y, sweep(x))

@@ -18,7 +18,7 @@ N, K = 256, 512
 PRODUCTS = [
     (scheme, layout, m, None)
     for scheme in ("int4", "int8", "nvfp4", "mxfp4", "nf4")
-    for layout, rows in (("canonical", (1, 8)), ("tiles", (1, 2, 8, 16, 64, 300)))
+    for layout, rows in (("canonical", (1, 8)), ("mma_fragment", (1, 2, 8, 16, 64, 300)))
     for m in rows
 ] + [
     (scheme, "canonical", m, activation)
@@ -55,7 +55,7 @@ def test_memory_that_is_gone(scheme: str, layout: str, m: int, activation: str |
     with lowbit.trace_kernels() as trace:
         y = product(good)
     assert y.isfinite().all()
-    assert not any("reference" in receipt.kernel for receipt in trace.counts)
+    assert not any("reference" in entry.kernel for entry in trace.counts)
     for place, part in enumerate(good):
         for left in (0, 1):
             if part is None or not part.numel():  # in tiles the scales lie among the codes
@@ -79,5 +79,5 @@ def test_groups_beyond_32_bits_are_the_row(group_size: int) -> None:
         given = x, w.packed, w.scale, w.zero_point, None, 4, w.scheme.fmt.signed
         assert torch.equal(torch.ops.lowbit_cuda.linear(*given, group_size), torch.ops.lowbit_cuda.linear(*given, -1))
     w = QTensor.quantize(torch.randn(N, K, generator=torch.Generator().manual_seed(0)), "int4:row:bf16").cuda()
-    product, given = torch.ops.lowbit_cuda.eights_linear, (x, w.packed, w.scale, None, None, "int4")
+    product, given = torch.ops.lowbit_cuda.w8a8_linear, (x, w.packed, w.scale, None, None, "int4")
     assert torch.equal(product(*given, group_size // 128 * 128), product(*given, -1))

@@ -16,14 +16,14 @@ from lowbit_kernels import registry
 from lowbit_kernels.layouts import LAYOUTS, Parts
 from tests.support.accuracy import linear_bound
 
-FAMILIES = ("halves", "digits")  # of tensor cores: 16-bit floats and integers
+FAMILIES = ("skinny_gemm", "split_int8_gemv")  # of tensor cores: 16-bit floats and integers
 GEMM, ROUNDED = "gemm", "gemm_rounded"  # 16-bit floats again, in groups of warps
-ROWS = {f: [row for row in registry.kernels() if row.name.startswith(f"cuda_tiles_{f}")] for f in (*FAMILIES, GEMM, ROUNDED)}
+ROWS = {f: [row for row in registry.kernels() if row.name.startswith(f"cuda_{f}")] for f in (*FAMILIES, GEMM, ROUNDED)}
 PLAIN, MX = (
     sorted((f, name) for f in families for row in ROWS[f] if scale in row.scales and row.m[1] for name in row.formats)
     for scale, families in (("fp32", (*FAMILIES, GEMM)), ("e8m0", FAMILIES))
 )
-CONTRACTS = {"halves": "exact", "digits": "exact digits", GEMM: "exact", ROUNDED: "weights rounded once"}
+CONTRACTS = {"skinny_gemm": "exact", "split_int8_gemv": "split-int8 (3 limbs)", GEMM: "exact", ROUNDED: "weights rounded once"}
 DTYPES = (torch.bfloat16, torch.float16)
 
 pytestmark = [
@@ -42,7 +42,7 @@ def product(family, x, codes, scheme, scale, zero=None, outer=None):
         pytest.fail(f"nvcc is here, and {row.name} is unavailable: {reason}")
     if row.arch > 10 * torch.cuda.get_device_capability()[0]:
         pytest.skip(f"{row.name} is for Hopper alone")
-    parts = LAYOUTS["tiles"].arrange(Parts(pack(codes, scheme.bits), scale, zero), scheme, codes.shape[1])
+    parts = LAYOUTS["mma_fragment"].arrange(Parts(pack(codes, scheme.bits), scale, zero), scheme, codes.shape[1])
     there = [None if part is None else part.cuda() for part in (*parts, outer)]
     y = torch.cat([row.run(some.cuda(), *there, None, scheme).cpu() for some in x.split(row.m[1] or len(x))])
     return y.double(), to_values(codes, scheme, Scales(scale, zero, outer), torch.float64)
@@ -73,7 +73,7 @@ def test_codes_that_are_no_finite_number(name, dtype, scale):
     x[0, 5], x[1, 5] = 1, -1
     scheme = Scheme(name, 32, "none", scale)
     stored = torch.ones(256, 2) if scale == "fp32" else torch.full((256, 2), 127, dtype=torch.uint8)
-    y, weights = product("halves", x, codes, scheme, stored)
+    y, weights = product("skinny_gemm", x, codes, scheme, stored)
     expected = weights[:, 5].to(dtype).double()
     assert torch.equal(y.nan_to_num(nan=-1e9), torch.stack((expected, -expected)).nan_to_num(nan=-1e9))
 
@@ -181,9 +181,9 @@ def test_digits_of_x_that_is_not_finite(name, value):
     scale = torch.rand(groups).to(torch.bfloat16) if scheme.scale == "bf16" else torch.randint(1, 126, groups, dtype=torch.uint8)
     x = torch.randn(2, 1000).to(torch.bfloat16)
     parts = codes, scheme, scale, None, torch.tensor(0.5) if scheme.outer else None
-    plain, _ = product("digits", x, *parts)
+    plain, _ = product("split_int8_gemv", x, *parts)
     x[1, 700] = value
-    y, weights = product("digits", x, *parts)
+    y, weights = product("split_int8_gemv", x, *parts)
     exact = x.double() @ weights.T
     assert torch.equal(y[0], plain[0])
     assert torch.equal(y[1].isnan(), exact[1].isnan())
@@ -204,8 +204,8 @@ def test_a_group_whose_scale_is_nan_is_nan(family):
 @pytest.mark.parametrize(
     ("family", "name", "m"),
     [
-        *(("halves", name, m) for name in ("nf4:g64:bf16", "fp6_e3m2:g32:e8m0", "fp4_e2m1:g16:fp8_e4m3fn") for m in (8, 16)),
-        *(("digits", name, 1) for name in ("fp4_e2m1:g16:fp8_e4m3fn", "fp4_e2m1:g32:e8m0", "fp4_e2m1:g64:bf16")),
+        *(("skinny_gemm", name, m) for name in ("nf4:g64:bf16", "fp6_e3m2:g32:e8m0", "fp4_e2m1:g16:fp8_e4m3fn") for m in (8, 16)),
+        *(("split_int8_gemv", name, 1) for name in ("fp4_e2m1:g16:fp8_e4m3fn", "fp4_e2m1:g32:e8m0", "fp4_e2m1:g64:bf16")),
     ],
 )
 def test_the_same_bits_in_every_run(family, name, m):

@@ -10,7 +10,7 @@ import torch
 import lowbit
 from lowbit import SCHEMES, QTensor, quantize_
 from lowbit_kernels import cuda, reference, registry
-from lowbit_kernels import tiles as lowbit_tiles
+from lowbit_kernels import mma_fragment as lowbit_mma_fragment
 from tests.support.accuracy import linear_bound
 from tests.support.models import mlp
 
@@ -74,7 +74,7 @@ def test_the_plan_for_a_device_names_the_kernels_that_run_there():
     plan = lowbit.plan(model, "int4", device="cuda")
     model = model.cuda()
     quantize_(model, "int4")
-    for layer in plan.changed:
+    for layer in plan.quantized:
         module = model.get_submodule(layer.name)
         for m, kernel in layer.kernels.items():
             with lowbit.trace_kernels() as trace:
@@ -98,7 +98,7 @@ def test_torch_compile_on_the_device(mode):
 
 def tiles(scheme: str, n: int, k: int) -> QTensor:
     torch.manual_seed(0)
-    return QTensor.quantize(torch.randn(n, k, dtype=torch.bfloat16, device="cuda") / k**0.5, scheme).to_layout("tiles")
+    return QTensor.quantize(torch.randn(n, k, dtype=torch.bfloat16, device="cuda") / k**0.5, scheme).to_layout("mma_fragment")
 
 
 def row_of_tiles(m: int) -> str:
@@ -106,10 +106,15 @@ def row_of_tiles(m: int) -> str:
     is_hopper = torch.cuda.get_device_capability() == (9, 0)
     if m > 16 and not is_hopper:
         pytest.skip("no row for many rows of x from tiles on this device")
-    return next(name for most, name in ROWS_OF_TILES if m <= most or (not is_hopper and name == "cuda_tiles_halves"))
+    return next(name for most, name in ROWS_OF_TILES if m <= most or (not is_hopper and name == "cuda_skinny_gemm"))
 
 
-ROWS_OF_TILES = ((2, "cuda_tiles_digits"), (8, "cuda_tiles_halves"), (64, "cuda_tiles_gemm"), (10**9, "cuda_tiles_gemm_rounded"))
+ROWS_OF_TILES = (
+    (2, "cuda_split_int8_gemv_int"),
+    (8, "cuda_skinny_gemm"),
+    (64, "cuda_mixed_gemm"),
+    (10**9, "cuda_mixed_gemm_rounded"),
+)
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int3_sym", "uint5:row:zint:bf16", "int8", "fp8", "mxfp6", "mxint8"])
@@ -118,7 +123,7 @@ def test_parts_of_a_weight_are_dequantized_to_the_same_numbers(scheme, k, monkey
     """Rows of the identity give every weight as it is, whatever part of the rows of W it comes with."""
     monkeypatch.setattr("lowbit_kernels.cuda._CHUNK", 2 * k * 128)
     w, x = tiles(scheme, 300, k), torch.eye(k, dtype=torch.bfloat16, device="cuda")
-    row = {"mxfp6": "cuda_tiles_dequantized_mx", "mxint8": "cuda_tiles_dequantized_mx"}.get(scheme, "cuda_tiles_dequantized")
+    row = {"mxfp6": "cuda_dequant_gemm_mx", "mxint8": "cuda_dequant_gemm_mx"}.get(scheme, "cuda_dequant_gemm")
     bias = torch.zeros(300, dtype=torch.bfloat16, device="cuda")
     expected = w.dequantize(torch.bfloat16)
     with lowbit.strict(row):
@@ -194,7 +199,7 @@ def test_clusters_that_share_columns_of_a_weight(scheme, m, columns, parts, shar
     w = tiles(scheme, 1100, 4000)
     x = torch.randn(m, 4000, dtype=torch.bfloat16, device="cuda")
     how = w.scheme.format, w.scheme.scale, w.scheme.group_size, columns, parts, 0, shared
-    multiply = torch.ops.lowbit_cuda.tiles_linear.default
+    multiply = torch.ops.lowbit_cuda.mixed_gemm.default
 
     def product():
         return multiply(x, w.packed, w.scale, w.zero_point, w.outer, None, *how)
@@ -223,10 +228,10 @@ def test_warps_that_share_columns_and_tiles(scheme, column_warps, tile_warps, st
     w = tiles(scheme, n, 8192)
     x = torch.randn(1, 8192, dtype=torch.bfloat16, device="cuda")
     how = cuda._kind(w.scheme), column_warps, tile_warps, stages
-    y = torch.ops.lowbit_cuda.digits_linear(x, w.packed, w.scale, w.zero_point, w.outer, None, *how)
+    y = torch.ops.lowbit_cuda.split_int8_gemv(x, w.packed, w.scale, w.zero_point, w.outer, None, *how)
     weights = w.dequantize(torch.float64)
     exact = x.double() @ weights.T
-    assert bool(((y - exact).abs() <= linear_bound("exact digits", x.double(), weights, None, exact, x.dtype)).all())
+    assert bool(((y - exact).abs() <= linear_bound("split-int8 (3 limbs)", x.double(), weights, None, exact, x.dtype)).all())
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int4_sym", "int3", "int8"])
@@ -240,7 +245,7 @@ def test_rows_of_which_the_ring_holds_a_part(scheme, k, m):
         y = torch.nn.functional.linear(x, w).double()
     weights = w.dequantize(torch.float64)
     exact = x.double() @ weights.T
-    assert bool(((y - exact).abs() <= linear_bound("exact digits", x.double(), weights, None, exact, x.dtype)).all())
+    assert bool(((y - exact).abs() <= linear_bound("split-int8 (3 limbs)", x.double(), weights, None, exact, x.dtype)).all())
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8", "mxfp4"])
@@ -287,11 +292,11 @@ def test_two_streams_do_not_disturb_each_other(m):
 def test_a_weight_of_more_than_two_to_the_31(m):
     n, k = 70016, 32768
     half = QTensor.quantize(torch.randn(n // 2, k, dtype=torch.bfloat16, device="cuda") / k**0.5, "int4")
-    w = torch.cat([half, half]).to_layout("tiles")  # the second half repeats the first, beyond 2^31 weights
+    w = torch.cat([half, half]).to_layout("mma_fragment")  # the second half repeats the first, beyond 2^31 weights
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-    with registry.trace() as receipt:
+    with registry.trace() as trace:
         y = torch.nn.functional.linear(x, w).cpu().double()
-    (ran,) = receipt.counts
+    (ran,) = trace.counts
     for first in (0, n // 4, n // 2 - 40):  # tiles add up in an order that depends on where they lie: to the bound, not the bit
         rows, wide = half[first : first + 40].dequantize(torch.float64).cpu(), x.cpu().double()
         exact = wide @ rows.T
@@ -309,11 +314,13 @@ def every_m_reads_tiles(monkeypatch):
     """Rows that read tiles for every M on this device, whichever it has of its own."""
 
     def linear_from_tiles(x, packed, scale, zero_point, outer, bias, scheme):
-        parts = lowbit_tiles.restore(packed, scale, zero_point, scheme, x.shape[-1])
+        parts = lowbit_mma_fragment.restore(packed, scale, zero_point, scheme, x.shape[-1])
         return reference.linear(x, *parts, outer, bias, scheme)
 
     cuda = frozenset({"cuda"})
-    row = registry.Kernel("any_from_tiles", "linear", linear_from_tiles, "weights rounded once", devices=cuda, layout="tiles")
+    row = registry.Kernel(
+        "any_from_tiles", "linear", linear_from_tiles, "weights rounded once", devices=cuda, layout="mma_fragment"
+    )
     real = registry.kernels()
     monkeypatch.setattr(registry, "kernels", lambda: (*real, row))
     registry._select.cache_clear()
@@ -336,7 +343,7 @@ def test_weights_lie_in_tiles_on_the_device_and_canonical_elsewhere(recipe, tmp_
     there = mlp(torch.bfloat16).cuda()
     quantize_(there, recipe)
     for other in (model, loaded, there, copy.deepcopy(model)):
-        assert {layer.weight.byte_layout for layer in other if isinstance(layer, lowbit.QLinear)} == {"tiles"}
+        assert {layer.weight.byte_layout for layer in other if isinstance(layer, lowbit.QLinear)} == {"mma_fragment"}
         assert torch.equal(other(x), y)
         for name, part in plain.state_dict().items():
             assert torch.equal(other.state_dict()[name].cpu(), part)

@@ -27,7 +27,7 @@ def layer_of(scheme: str, n: int = 48, k: int = 320, bias: bool = False, dtype: 
 
 def operator(layer: QLinear, x: torch.Tensor) -> torch.Tensor:
     w = layer.weight
-    parts = (w.packed, w.scale, w.zero_point, w.outer, layer.bias, w.spelling, w.byte_layout)
+    parts = (w.packed, w.scale, w.zero_point, w.outer, layer.bias, w.scheme_str, w.byte_layout)
     return torch.ops.lowbit.linear(x, *parts)
 
 
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_after_calls_that_did() -> None:
         layer(x)
     with pytest.raises(ValueError, match="320"):
         layer(x[:, :300])
-    ready = torch.ops.lowbit_cuda.digits_prepared(
+    ready = torch.ops.lowbit_cuda.split_int8_gemv_prepare(
         x, layer.weight.packed, layer.weight.scale, None, None, None, cuda._kind(layer.scheme)
     )
     multiply = torch.ops.lowbit_cuda.prepared_linear
@@ -95,7 +95,7 @@ def test_a_weight_that_has_to_be_copied_is_not_prepared() -> None:
     y = layer(x)
     wide = torch.zeros(layer.weight.packed.shape[0], layer.weight.packed.shape[1] + 7, dtype=torch.uint8, device="cuda")
     wide[:, 3:-4] = layer.weight.packed
-    strided = QTensor(wide[:, 3:-4], layer.weight.scale, None, None, layer.scheme, (48, 320), torch.bfloat16, "tiles")
+    strided = QTensor(wide[:, 3:-4], layer.weight.scale, None, None, layer.scheme, (48, 320), torch.bfloat16, "mma_fragment")
     apart = QLinear(strided)
     for _ in range(3):
         assert torch.equal(apart(x), y)

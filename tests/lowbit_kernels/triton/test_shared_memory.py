@@ -35,16 +35,16 @@ def test_compiled_blocks_fit(capability):
 @given(
     name=st.sampled_from(SCHEMES), m=st.integers(1, 5000), n=st.integers(1, 30000), k=st.integers(1, 30000),
     dtype=st.sampled_from((torch.float16, torch.bfloat16, torch.float32)), limit=st.integers(64, 256),
-    kernel=st.sampled_from(("gemm", "eights")),
+    kernel=st.sampled_from(("gemm", "w8a8_gemm")),
 )  # fmt: skip
 def test_fitted_blocks_hold_no_more_than_the_limit_and_what_fits_is_left_alone(name, m, n, k, dtype, limit, kernel):
     scheme = Scheme.parse(name)
     rule = blocks.rule(kernel, scheme, dtype, m, n, k)
     chosen = blocks.fitted(kernel, rule, scheme, dtype, k, limit * 1024)
     assert tables.is_block(kernel, chosen)
-    assert blocks.held(kernel, chosen, scheme, dtype, k) <= limit * 1024
-    if blocks.held(kernel, rule, scheme, dtype, k) <= limit * 1024:
+    assert blocks.shared_bytes(kernel, chosen, scheme, dtype, k) <= limit * 1024
+    if blocks.shared_bytes(kernel, rule, scheme, dtype, k) <= limit * 1024:
         assert chosen == rule
     measured = blocks.candidates(kernel, scheme, dtype, m, n, k, limit * 1024)
     assert measured[0] == chosen
-    assert all(blocks.held(kernel, one, scheme, dtype, k) <= limit * 1024 for one in measured)
+    assert all(blocks.shared_bytes(kernel, one, scheme, dtype, k) <= limit * 1024 for one in measured)

@@ -15,7 +15,7 @@ from lowbit.decoding import INTEGERS, TABLE, Decoding
 from lowbit.formats import FORMATS, Format
 from lowbit.packing import pack
 from lowbit_kernels.triton.assembly import assembly, bytes_as_floats
-from tests.support.strategies import formats, made_up_formats
+from tests.support.strategies import formats, random_formats
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -95,7 +95,7 @@ def check(fmt: Format, dtype: torch.dtype, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@given(fmt=formats | made_up_formats, seed=st.integers(0, 2**32 - 1))
+@given(fmt=formats | random_formats, seed=st.integers(0, 2**32 - 1))
 def test_every_code_of_any_format(dtype, fmt, seed):
     check(fmt, dtype, seed)
 
@@ -113,7 +113,7 @@ def test_no_assembly_where_eight_bits_are_not_exact():
     assert made == [torch.float16]
 
 
-@given(formats | made_up_formats | st.sampled_from([FORMATS["fp8_e4m3fn"], FORMATS["fp8_e5m2"]]))
+@given(formats | random_formats | st.sampled_from([FORMATS["fp8_e4m3fn"], FORMATS["fp8_e5m2"]]))
 def test_bytes_are_converted_by_an_instruction_only_where_it_knows_the_format(fmt):
     lines = bytes_as_floats(fmt.decoding, 90) if fmt.bits == 8 else ""
     assert bool(lines) or fmt not in (FORMATS["fp8_e4m3fn"], FORMATS["fp8_e5m2"])

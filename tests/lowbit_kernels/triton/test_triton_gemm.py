@@ -13,7 +13,7 @@ from lowbit.packing import pack
 from lowbit.scheme import Scheme
 from lowbit_kernels.registry import Call, kernels
 from lowbit_kernels.triton import blocks
-from lowbit_kernels.triton.linear import how_to_scale
+from lowbit_kernels.triton.linear import scale_mode
 from tests.support.accuracy import linear_bound
 
 ON_GPU = torch.cuda.is_available()
@@ -45,29 +45,29 @@ def moved(part: torch.Tensor | None, gap: int, begin: int) -> torch.Tensor | Non
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 5000), st.sampled_from((16, 32)), st.booleans())
 def test_x_is_spread_in_pieces_of_a_step(m, k, words, turned):
-    from lowbit_kernels.triton.gemm import spread
+    from lowbit_kernels.triton.gemm import interleave_x
 
     x = torch.arange(m * k, dtype=torch.float32, device=DEVICE).view(m, k) + 1
     x = x.t().contiguous().t() if turned else x
     steps = -(-k // (8 * words))
     found = torch.full((m, 8 * steps * words), -1.0, device=DEVICE)
-    spread[m, -(-steps * words // 256)](
-        x, found, k, steps * words, x.stride(0), x.stride(1), EARLY=False, WORDS=words, BLOCK=256, num_warps=4
+    interleave_x[m, -(-steps * words // 256)](
+        x, found, k, steps * words, x.stride(0), x.stride(1), PDL=False, WORDS=words, BLOCK=256, num_warps=4
     )
     whole = torch.nn.functional.pad(x, (0, found.shape[1] - k))
     assert torch.equal(found, whole.view(m, steps, words, 8).transpose(2, 3).flatten(1))
 
 
-def call_of(spelling: str, n: int, k: int) -> Call:
-    return Call("linear", "cuda", 90, "canonical", Scheme.parse(spelling), torch.bfloat16, 1, n, k)
+def call_of(scheme_str: str, n: int, k: int) -> Call:
+    return Call("linear", "cuda", 90, "canonical", Scheme.parse(scheme_str), torch.bfloat16, 1, n, k)
 
 
 @pytest.mark.parametrize("size", [1024, 8192])
-@pytest.mark.parametrize("spelling", ["uint3:g128:zint:bf16", "uint4:g128:zint:bf16"])
-def test_one_row_of_x_meets_a_large_weight_of_odd_width_on_the_tensor_cores(spelling, size):
-    quicker = ROWS["triton_gemv"].quicker(call_of(spelling, size, size))
-    assert quicker == ("triton_gemm" if "3" in spelling and size == 8192 else None)
-    assert EXACT.quicker(call_of(spelling, size, size)) is None
+@pytest.mark.parametrize("scheme_str", ["uint3:g128:zint:bf16", "uint4:g128:zint:bf16"])
+def test_one_row_of_x_meets_a_large_weight_of_odd_width_on_the_tensor_cores(scheme_str, size):
+    defer_to = ROWS["triton_gemv"].defer_to(call_of(scheme_str, size, size))
+    assert defer_to == ("triton_gemm" if "3" in scheme_str and size == 8192 else None)
+    assert EXACT.defer_to(call_of(scheme_str, size, size)) is None
 
 
 @settings(max_examples=120, deadline=None)
@@ -75,8 +75,8 @@ def test_one_row_of_x_meets_a_large_weight_of_odd_width_on_the_tensor_cores(spel
     st.sampled_from(SCHEMES), st.integers(1, 5), st.integers(1, 40), st.integers(1, 40), st.sampled_from((1, 2, 3)),
     st.sampled_from(("to words", "gaps", "odd")), st.integers(0, 2**32),
 )  # fmt: skip
-def test_groups_of_every_size_wherever_they_lie(spelling, m, n, pieces, parts, lie, seed):
-    scheme, k = Scheme.parse(spelling), 8 * pieces
+def test_groups_of_every_size_wherever_they_lie(scheme_str, m, n, pieces, parts, lie, seed):
+    scheme, k = Scheme.parse(scheme_str), 8 * pieces
     random = torch.Generator().manual_seed(seed)
     codes = torch.randint(1 << scheme.bits, (n, k), dtype=torch.uint8, generator=random)
     if scheme.format.startswith("fp8"):
@@ -92,7 +92,7 @@ def test_groups_of_every_size_wherever_they_lie(spelling, m, n, pieces, parts, l
         zero = torch.randint(1 << scheme.bits, size, dtype=torch.uint8, generator=random).to(scheme.zero_point_dtype)
     outer = torch.tensor(0.25) if scheme.outer else None
     x = torch.randn(m, k, generator=random).to(torch.float16)
-    row = EXACT if how_to_scale(scheme, k, 16, x.dtype) == 0 else ROUNDED
+    row = EXACT if scale_mode(scheme, k, 16, x.dtype) == 0 else ROUNDED
     parts_there = (
         pack(codes, scheme.bits).to(DEVICE),
         moved(scale, gap, begin),
@@ -100,7 +100,7 @@ def test_groups_of_every_size_wherever_they_lie(spelling, m, n, pieces, parts, l
         None if outer is None else outer.to(DEVICE),
     )
     # Products of a warp, and of four together.
-    block = {"BLOCK_M": 8, "BLOCK_N": 32, "WORDS": 16, "num_warps": 2, "STAGES": 3, "PARTS": parts}
+    block = {"BLOCK_M": 8, "BLOCK_N": 32, "WORDS": 16, "num_warps": 2, "STAGES": 3, "SPLIT_K": parts}
     if parts > 1:
         block |= {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "REGISTERS": 128}
     with blocks.fixed("gemm", block):

@@ -37,9 +37,9 @@ def wide_blocks(draw: st.DrawFn) -> dict[str, int]:
     st.sampled_from(SCHEMES), st.integers(1, 9), st.integers(1, 70), wide_blocks(),
     st.sampled_from(("plain", "outlier", "denormal", "zero weights")), st.booleans(), st.integers(0, 2**32),
 )  # fmt: skip
-def test_sixteen_bytes_a_thread(spelling, n, pieces, block, form, biased, seed):
-    scheme, k = Scheme.parse(spelling), 32 * pieces
-    assert blocks.takes_wide(scheme, torch.float16, k)
+def test_sixteen_bytes_a_thread(scheme_str, n, pieces, block, form, biased, seed):
+    scheme, k = Scheme.parse(scheme_str), 32 * pieces
+    assert blocks.supports_wide(scheme, torch.float16, k)
     random = torch.Generator().manual_seed(seed)
     codes = torch.randint(16, (n, k), dtype=torch.uint8, generator=random)
     groups = scheme.groups(k)

@@ -93,12 +93,12 @@ def test_bytes_are_those_of_the_reference(scheme: Scheme, w: Tensor, method: str
         assert same(a, b), (name, a, b)
 
 
-@pytest.mark.parametrize("spelling", ["int4:g8:bf16", "uint4:g8:zint:fp16", "fp4_e2m1:g16:fp8_e4m3fn:outer"])
+@pytest.mark.parametrize("scheme_str", ["int4:g8:bf16", "uint4:g8:zint:fp16", "fp4_e2m1:g16:fp8_e4m3fn:outer"])
 @pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), -float("inf"), 1e38])
-def test_a_weight_that_the_reference_refuses_is_refused_alike(spelling: str, value: float) -> None:
+def test_a_weight_that_the_reference_refuses_is_refused_alike(scheme_str: str, value: float) -> None:
     w = torch.linspace(-1, 1, 64).reshape(2, 32)
     w[1, 3] = value
-    scheme = Scheme.parse(spelling)
+    scheme = Scheme.parse(scheme_str)
     found, wanted = outcome(ROW.run, w.to(DEVICE), scheme), outcome(reference.quantize, w, scheme)
     assert found == wanted if isinstance(wanted, str) else all(same(a, b) for a, b in zip(found, wanted, strict=True))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import lowbit
 from lowbit import Scheme, quantize_
 from lowbit.command import run
-from lowbit.evals import tuning, walks
+from lowbit.evals import cold_cache, tuning
 from lowbit.evals.shapes import SHAPES, outlined
 from lowbit_kernels.triton import blocks, tables
 
@@ -215,9 +215,9 @@ def test_a_table_is_added_to_and_a_damaged_one_replaced():
 def test_problems_are_the_layers_of_a_model_each_class_once():
     plan = lowbit.plan(outlined("tiny"), lowbit.recipe.Recipe.parse("int4"), device="cpu")
     found = tuning.problems(plan)
-    shapes = {layer.shape for layer in plan.changed}
+    shapes = {layer.shape for layer in plan.quantized}
     assert {(one.n, one.k) for one in found} == shapes
-    assert len(found) == len(set(found)) <= len(plan.changed)
+    assert len(found) == len(set(found)) <= len(plan.quantized)
     assert found[0].n * found[0].k == max(n * k for n, k in shapes)
     assert set(SHAPES) >= {"tiny"}
 
@@ -228,13 +228,13 @@ needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton
 @needs_interpreter
 @pytest.mark.parametrize(("problem", "m", "kernels"), [
     (tuning.Problem(str(INT4), "", 8, 64), 1, {"gemv", "gemm"}),
-    (tuning.Problem("int8:row:bf16", "int8:row:fp32", 8, 32), 2, {"eights"}),
+    (tuning.Problem("int8:row:bf16", "int8:row:fp32", 8, 32), 2, {"w8a8_gemm"}),
 ])  # fmt: skip
 def test_the_loop_measures_keeps_the_best_and_ends_in_time(problem, m, kernels, monkeypatch):
-    monkeypatch.setattr(walks, "FEWEST", 1)
+    monkeypatch.setattr(cold_cache, "MIN_GRAPH_CALLS", 1)
     ticks = itertools.count()
     found = tuning.measure([problem], (m,), "cpu", minutes=0.1, repeats=1, clock=lambda: float(next(ticks)))
-    assert {row["row"].split("_")[1] for row in found["rows"]} <= {"gemv", "gemm", "int8"}
+    assert {row["row"].split("_")[1] for row in found["rows"]} <= {"gemv", "gemm", "w8a8"}
     assert {name.split(" ")[0] for name in found["blocks"]} == kernels
     assert all(tables.is_block(name.split(" ")[0], block) for name, block in found["blocks"].items())
     assert all(row["tried"] >= 1 and row["us"] <= row["us_without"] for row in found["rows"])
@@ -249,7 +249,7 @@ def test_no_time_measures_nothing():
 
 @needs_interpreter
 def test_the_command_writes_what_calls_then_take(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(walks, "FEWEST", 1)
+    monkeypatch.setattr(cold_cache, "MIN_GRAPH_CALLS", 1)
     monkeypatch.setattr(tuning, "problems", lambda plan: [tuning.Problem(str(INT4), "", 8, 64)])
     assert run(["tune", "tiny", "--device", "cpu", "--minutes", "0.02", "--batches", "1", "--repeats", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -16,7 +16,7 @@ from lowbit_kernels.triton import blocks, linear, tables
 
 LLAMA = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336))  # 3-8B: q and o, k and v, gate and up, down
 FUSED = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-KERNELS = ("gemv_wide.gemv_wide", "gemv.gemv", "gemm.spread", "gemm.gemm", "gemm.add_parts")
+KERNELS = ("gemv_wide.gemv_wide", "gemv.gemv", "gemm.interleave_x", "gemm.gemm", "gemm.splitk_reduce")
 
 
 class Recorder:
@@ -76,4 +76,4 @@ def test_one_row_of_x_meets_the_layers_of_a_llama_in_few_kernels(name, most, sha
 def test_products_on_the_tensor_cores_share_theirs_but_for_the_sum_of_their_parts(seen):
     for n, k in LLAMA:
         multiply(SCHEMES["int3"], n, k, 1)
-    assert sorted(name for name, *_ in seen) == ["add_parts", "add_parts", "gemm", "gemv", "spread"]
+    assert sorted(name for name, *_ in seen) == ["gemm", "gemv", "interleave_x", "splitk_reduce", "splitk_reduce"]

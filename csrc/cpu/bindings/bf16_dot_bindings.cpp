@@ -1,0 +1,66 @@
+// lowbit_cpu::bf16_dot_gemm, where the processor has dot products of bfloat16.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "../kernels/bf16_dot_gemm.h"
+#include "../schedule/parallel.h"
+#include "weight.h"
+
+namespace {
+
+using namespace lowbit::cpu;
+
+// Whether `bf16_dot_gemm` runs on this processor.
+bool has_bf16_dot() {
+#if defined(__x86_64__)
+  return std::string(instruction_set().name) == "avx512" && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+// The product of bfloat16 with a weight that is rounded to it, for any number of rows of x.
+Tensor bf16_dot_gemm(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
+                   std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
+                   bool interleaved) {
+  STD_TORCH_CHECK(has_bf16_dot(), "this processor has no dot products of bfloat16");
+  check_on_cpu(x_any, "x");
+  STD_TORCH_CHECK(x_any.dim() >= 1 && x_any.scalar_type() == ScalarType::BFloat16, "x must be bfloat16 [..., K] on the CPU");
+  const Tensor x = dense(x_any);
+  Weight weight(packed, scale, zero, outer, values, scale_values, group_size, x.size(x.dim() - 1), interleaved);
+  Linear& a = weight.a;
+  Product product(x, a.n);
+  a.m = product.m;
+  std::optional<Tensor> bias;
+  ArrayView bias_numbers;
+  if (bias_any) bias = checked_bias(*bias_any, a.n), bias_numbers = view_of(*bias, "bias");
+  Tensor& y = product.y;
+  if (a.m == 0 || a.n == 0) return y;
+  if (a.k == 0) return finish_without_columns(a, bias ? &bias_numbers : nullptr, y), y;
+  const uint16_t* x_data = static_cast<const uint16_t*>(x.const_data_ptr());
+  const int64_t stride = padded_stride(a.k);
+  const auto of_x = aligned_buffer<uint16_t>(a.m * stride);
+  torch::stable::parallel_for(0, a.m, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++) std::fill(std::copy_n(x_data + m * a.k, a.k, of_x.get() + m * stride), of_x.get() + (m + 1) * stride, 0);
+  });
+#if defined(__x86_64__)
+  const Bf16DotArgs dots = {of_x.get(), bias ? &bias_numbers : nullptr, static_cast<uint16_t*>(y.mutable_data_ptr())};
+  parallel_dynamic(a, 32, 1 << 18, 0, [&](const RowRange& range) { avx512bf16::bf16_dot_gemm(a, dots, range.begin, range.end); }, [](const RowRange&) {});
+#endif
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cpu, m) {
+  m.def(
+      "bf16_dot_gemm(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor values, "
+      "Tensor? scale_values, int group_size, bool interleaved=False) -> Tensor");
+  m.def("has_bf16_dot() -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_cpu, CompositeExplicitAutograd, m) {
+  m.impl("bf16_dot_gemm", TORCH_BOX(&bf16_dot_gemm));
+  m.impl("has_bf16_dot", TORCH_BOX(&has_bf16_dot));
+}

@@ -1,0 +1,33 @@
+// y = x W^T for many rows of x in bfloat16, on the processor's own dot products of it: what the binding hands to the kernel. See
+// bf16_dot_gemm.cpp.
+#pragma once
+
+#include "linear.h"
+
+namespace lowbit::cpu {
+
+constexpr int64_t dot_columns = 32;  // that a register holds
+constexpr int64_t columns_per_block = 4096, page = 2048;
+
+// Columns from row to row. Long rows lie half a page and a line beyond whole pages from each other, so that blocks of several
+// rows fill all sets of the first-level cache evenly.
+static inline int64_t padded_stride(int64_t k) {
+  const int64_t whole = (k + dot_columns - 1) / dot_columns * dot_columns;
+  if (whole < page / 2) return whole;
+  const int64_t beyond = page / 2 + dot_columns;
+  return whole + (beyond - whole % page + page) % page;
+}
+
+struct Bf16DotArgs {
+  const uint16_t* x;    // [m, stride_of_dots(k)], zeros behind the k columns
+  const ArrayView* bias;  // [n], or none
+  uint16_t* y;          // [m, n]
+};
+
+#if defined(__x86_64__)
+namespace avx512bf16 {
+void bf16_dot_gemm(const Linear&, const Bf16DotArgs&, int64_t begin, int64_t end);
+}  // namespace avx512bf16
+#endif
+
+}  // namespace lowbit::cpu

@@ -1,0 +1,322 @@
+// Linear for few rows of x on integer dot products of AVX2.
+//
+// A code is a byte without a sign and a limb one with a sign; products of two such pairs are added in 16 bits, which holds as
+// long as no more than 127 / (largest byte) such sums come together: 128 * 2 * 127 < 2^15. Then they are widened, times 256 where
+// a limb below follows. Bytes of eight bits are multiplied as 16-bit words with two limbs in one. Either way the sums are exact:
+// no lane has more than 512 times the 22 bits of x, see `sums_fit_int32`; sums of two steps are only taken together where that is so for
+// both. With two limbs at most, four lanes of four rows come together before a scale, and zero point, of each is taken at once.
+// What follows is fp32, as with AVX-512: the scales of the groups, those of the slices, the sum of the lanes. No sum depends on
+// the threads.
+#include <algorithm>
+
+#include "tile_args.h"
+#include "../decode/unpack_avx2.h"
+
+// Widths: 2 3 4 5 6 7 8
+namespace lowbit::cpu::avx2 {
+namespace {
+
+// How the products of bytes up to `largest` add up.
+template <int bits, int largest>
+struct Products {
+  static constexpr bool words = bits == 8;
+  static constexpr int together = words ? 1 : 127 / largest;  // sums of pairs that come together in 16 bits
+  // Whether the sums of two steps hold in 32 bits with the 22 of x.
+  static constexpr bool pairs = 2 * largest * 4 * Planes<bits>::fields <= 512;
+};
+
+// Sums of the lanes of `steps` steps: codes times the limbs of one row of x.
+template <int bits, int largest, int D, int steps>
+__attribute__((always_inline)) inline __m256i lanes_of(const __m256i* bytes, const int8_t* limbs, int64_t stride) {
+  using P = Products<bits, largest>;
+  constexpr int F = P::words ? 2 : Planes<bits>::fields, count = P::words ? words_for(D) : D;
+  __m256i sum = _mm256_setzero_si256();
+#pragma GCC unroll 3
+  for (int d = 0; d < count; d++) {
+    if (P::words ? d > 0 : d > 1) sum = _mm256_slli_epi32(sum, P::words ? 16 : 8);
+    const __m256i times = _mm256_set1_epi16(!P::words && d == 0 && D > 1 ? 256 : 1);
+    __m256i run_rows_of_x = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int i = 0; i < steps * F; i++) {
+      const __m256i limb = bytes32(limbs + (i / F) * stride + (d * F + i % F) * 32);
+      if constexpr (P::words) {
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(bytes[i], limb));
+        continue;
+      }
+      const __m256i local = _mm256_maddubs_epi16(bytes[i], limb);
+      run_rows_of_x = i % P::together ? _mm256_add_epi16(run_rows_of_x, local) : local;
+      if ((i + 1) % P::together == 0 || i + 1 == steps * F) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(run_rows_of_x, times));
+    }
+  }
+  return sum;
+}
+
+constexpr int R = 4;  // rows of the weight in a tile: as many as leave the sums in registers
+constexpr int64_t scale_slots = max_groups + 16;  // scales of a row, and what may be written behind
+template <int bits>
+using TileArgs = cpu::TileArgs<Planes<bits>>;
+
+// The sums of four lanes of each row, the rows side by side.
+inline __m256i quad_sums(const __m256i* of_row) {
+  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(of_row[0], of_row[1]), _mm256_unpackhi_epi32(of_row[0], of_row[1]));
+  const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(of_row[2], of_row[3]), _mm256_unpackhi_epi32(of_row[2], of_row[3]));
+  return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+}
+
+// `count` times U steps of a group of R rows of the weight times M rows of x, in D limbs, added to total [M, R], or [M] where
+// lanes come together in `use_quads`. A call of its own for many slices, so that nothing but what a step needs is in registers.
+template <int bits, int tables, int largest, int D, int M, int U, bool use_quads, bool in_groups, bool has_zeros>
+__attribute__((noinline)) void gemv_tile(const CodeUnpacker<bits, tables>& codes_of, const TileArgs<bits>& args, int64_t count,
+                                          __m256* total) {
+  using P = Planes<bits>;
+  constexpr int F = P::fields, G = bits == 8 ? 2 : F, S = use_quads ? 1 : R;  // G: registers of a step's codes
+  constexpr int64_t units_per_slice = slice / (4 * lanes * F * U);
+  constexpr int64_t size = (bits == 8 ? 2 * words_for(D) : D * F) * 32;  // of a step's limbs of one row of x
+  const CodeUnpacker<bits, tables> codes = codes_of;
+  const uint8_t* at[P::count];
+  for (int p = 0; p < P::count; p++) at[p] = args.at[p];
+  uintptr_t prefetch_at = args.prefetch_at;
+  const int64_t stride = args.stride, m = args.m, slices = args.slices, first = args.first;
+  const int32_t *groups = args.group, *lane = args.lane_group, *sums = args.sums;
+  const int8_t* limbs = args.limbs;
+  const float *slice_scale = args.slice_scale, *const scale = args.scale, *const zero = args.zero;
+  const int64_t row_step = M == 1 && m == 1 ? size : m * size;  // bytes from a step's limbs to the next one's
+
+  for (; count > 0; count -= units_per_slice) {
+    __m256 part[S][M];
+    for (auto& of_row : part)
+      for (__m256& p : of_row) p = _mm256_setzero_ps();
+    const int64_t units = count < units_per_slice ? count : units_per_slice;
+    for (int64_t u = 0; u < units; u++) {
+#pragma GCC unroll 8
+      for (int64_t byte = 0; byte < R * P::bytes_per_step * U; byte += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(prefetch_at + byte), _MM_HINT_T1);
+      // The narrower planes of all rows come first: what they give waits longest, and a processor looks only so far ahead.
+      __m256i narrower[R][U][2];
+#pragma GCC unroll 4
+      for (int r = 0; P::count > 1 && r < R; r++) {
+#pragma GCC unroll 4
+        for (int i = 0; i < U; i++) {
+          const uint8_t* local[P::count];
+          for (int p = 0; p < P::count; p++) local[p] = at[p] + i * P::bytes(p);
+          codes.load_narrower_planes(local, r * stride, narrower[r][i]);
+          for (int p = 1; p < P::count; p++) asm("" : "+x"(narrower[r][i][p - 1]));
+        }
+      }
+      __m256i sum[M][R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        __m256i bytes[U * G];
+#pragma GCC unroll 4
+        for (int i = 0; i < U; i++)
+          codes.template unpack<!has_zeros>(bytes32(at[0] + i * P::bytes(0) + r * stride), narrower[r][i], bytes + i * G);
+#pragma GCC unroll 4
+        for (int i = 0; i < M; i++) {
+          sum[i][r] = lanes_of<bits, largest, D, U>(bytes, limbs + i * size, row_step);
+          asm("" : "+x"(sum[i][r]));  // now, and the limbs from memory for each row: there are no registers to hold either
+        }
+        limbs = opaque_advance(limbs, 0);
+      }
+      const int64_t group = *groups - first;
+      const auto lane_group = [&](const float* all) {
+        if constexpr (in_groups && use_quads) return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(all + 4 * group));
+        else if constexpr (in_groups) return _mm256_broadcast_ss(all + group);
+        else return _mm256_permutevar8x32_ps(_mm256_loadu_ps(all + (use_quads ? 4 : 1) * group), bytes32(lane));
+      };
+#pragma GCC unroll 4
+      for (int i = 0; i < M; i++) {
+        __m256i share = bytes32(sums + i * lanes);
+#pragma GCC unroll 4
+        for (int next = 1; next < U; next++) share = _mm256_add_epi32(share, bytes32(sums + (next * m + i) * lanes));
+        if constexpr (use_quads) {
+          if constexpr (has_zeros) share = _mm256_mullo_epi32(_mm256_castps_si256(lane_group(zero)), share);
+          const __m256 all = _mm256_cvtepi32_ps(_mm256_add_epi32(quad_sums(sum[i]), share));
+          part[0][i] = _mm256_fmadd_ps(all, lane_group(scale), part[0][i]);
+          continue;
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < S; r++) {
+          __m256 all;
+          if constexpr (!has_zeros) {
+            all = _mm256_cvtepi32_ps(_mm256_add_epi32(sum[i][r], share));
+          } else if constexpr (D < 3) {  // no more than 24 bits: exact in floats
+            all = _mm256_fmadd_ps(lane_group(zero + r * scale_slots), _mm256_castsi256_ps(share), _mm256_cvtepi32_ps(sum[i][r]));
+          } else {
+            const __m256i less = _mm256_mullo_epi32(_mm256_castps_si256(lane_group(zero + r * scale_slots)), share);
+            all = _mm256_cvtepi32_ps(_mm256_add_epi32(sum[i][r], less));
+          }
+          part[r][i] = _mm256_fmadd_ps(all, lane_group(scale + r * scale_slots), part[r][i]);
+        }
+      }
+      for (int p = 0; p < P::count; p++) at[p] = opaque_advance(at[p], U * P::bytes(p));
+      prefetch_at = opaque_advance(prefetch_at, R * P::bytes_per_step * U);
+      groups += U;
+      if constexpr (!in_groups) lane = opaque_advance(lane, lanes);
+      limbs = opaque_advance(limbs, U * m * size), sums = opaque_advance(sums, U * m * lanes);
+    }
+    for (int i = 0; i < M; i++) {
+      const __m256 times = _mm256_set1_ps(slice_scale[i * slices]);
+      for (int r = 0; r < S; r++) total[i * S + r] = _mm256_fmadd_ps(part[r][i], times, total[i * S + r]);
+    }
+    slice_scale++;
+  }
+}
+
+// Scales and zero points of the rows of a tile, for the groups of a chunk of columns.
+struct ScaleChunk {
+  alignas(32) float scale[R * scale_slots];
+  alignas(32) float zero[R * scale_slots];  // integers, where there are three limbs or quarters
+};
+
+// Rows of the weight, R at a time, times all rows of x in D limbs; what is left over is taken a row at a time, R times over.
+template <int bits, int tables, int largest, int D, bool use_quads, bool in_groups>
+struct GemvRows {
+  using P = Planes<bits>;
+  static constexpr int S = use_quads ? 1 : R;  // registers of sums of a row of x
+  static constexpr int64_t columns = 4 * lanes * P::fields, steps_per_slice = slice / columns;
+  static constexpr int64_t size = (bits == 8 ? 2 * words_for(D) : D * P::fields) * 32;
+  static constexpr int together = in_groups && (D < 3 || Products<bits, largest>::pairs) ? 128 / columns : 1;  // of one group
+  const Linear& a;
+  const PackedLimbs& x;
+  const RowRange& range;
+  const CodeUnpacker<bits, tables> codes;
+  const bool exponents, has_zeros, in_units;
+  const float unit;
+  const int64_t slices, full_steps, groups, steps_per_chunk;
+  __m128i largest_zero = _mm_setzero_si128();
+  GemvRows(const Linear& a, const ByteDecoding& decoding, const PackedLimbs& x, const RowRange& range)
+      : a(a), x(x), range(range), codes(decoding), exponents(a.scale.table && are_exponents(a.scale.table)), has_zeros(a.zero_point.data),
+        in_units(a.group >= a.k || a.group % (together * columns) == 0), unit(a.has_outer ? decoding.unit * a.outer : decoding.unit),
+        slices((a.k + slice - 1) / slice), full_steps(a.k / columns), groups((a.k + a.group - 1) / a.group),
+        steps_per_chunk(std::max<int64_t>(max_groups * a.group / slice, 1) * steps_per_slice) {}
+
+  bool is_tail(int64_t row) const { return range.end - row < R; }
+
+  // The scales of the rows from `row` on for the steps from .. to - 1.
+  void load_chunk(int64_t row, int64_t from, int64_t to, ScaleChunk& of) {
+    const int64_t first = x.first_group[from], stop = to < x.steps ? (to * columns - 1) / a.group + 1 : groups;
+    if constexpr (use_quads) {
+      const int64_t row_step = is_tail(row) ? 0 : 1;
+      load_scales_quads(a, exponents, row, row_step, first, stop - first, unit, of.scale);
+      if (has_zeros) largest_zero = _mm_max_epu8(largest_zero, load_zeros_quads(a, row, row_step, first, stop - first, of.zero));
+      return;
+    }
+    for (int r = 0; r < R; r++) {
+      const int64_t local = is_tail(row) ? row : row + r;
+      load_scales(a, exponents, local, first, stop - first, unit, of.scale + r * scale_slots);
+      if (!has_zeros) continue;
+      largest_zero = _mm_max_epu8(largest_zero, load_zeros(a, local, first, stop - first, D < 3, of.zero + r * scale_slots));
+    }
+  }
+
+  // Steps s .. s + count - 1 of a tile, of which `steps` says where the weight is, times all rows of x, U at a time.
+  template <int U>
+  void run_steps(TileArgs<bits>& steps, int64_t s, int64_t count, __m256* total) const {
+    if (count < U) return;
+    steps.group = x.first_group + s, steps.lane_group = in_groups ? nullptr : x.group_of_lane + s * lanes;
+    const auto run_rows_of_x = [&](int64_t m, auto rows) {
+      constexpr int M = decltype(rows)::value;
+      steps.limbs = x.limbs + (s * a.m + m) * size, steps.sums = x.sums + (s * a.m + m) * lanes;
+      steps.slice_scale = x.scale + m * slices + s / steps_per_slice;
+      auto run_tile = gemv_tile<bits, tables, largest, D, M, U, use_quads, in_groups, false>;
+      if constexpr (takes_zeros<bits, tables != 0>)
+        if (has_zeros) run_tile = gemv_tile<bits, tables, largest, D, M, U, use_quads, in_groups, true>;
+      run_tile(codes, steps, count / U, total + m * S);
+    };
+    int64_t m = 0;
+    for (; m + 4 <= a.m; m += 4) run_rows_of_x(m, std::integral_constant<int, 4>());
+    if (m + 2 <= a.m) run_rows_of_x(m, std::integral_constant<int, 2>()), m += 2;
+    if (m < a.m) run_rows_of_x(m, std::integral_constant<int, 1>());
+    for (int p = 0; p < P::count; p++) steps.at[p] += count / U * U * P::bytes(p);
+    steps.prefetch_at += count / U * U * R * P::bytes_per_step;
+  }
+
+  bool run() {
+    ScaleChunk of;
+    __m256 total[max_rows * S];
+    for (int64_t row = range.begin; row < range.end;) {
+      const bool one = is_tail(row);
+      const int64_t next = row + (one ? 1 : R), stride = one ? 0 : a.packed_stride;
+      const uint8_t* const packed = a.packed + row * a.packed_stride;
+      const P planes(packed, a.k);
+      for (int64_t i = 0; i < a.m * S; i++) total[i] = _mm256_setzero_ps();
+      // What lies two tiles further on, in the order in which it lies, for the second-level cache: rows are short and several are
+      // read at once, which is more than a processor foresees, and the first level is full of limbs. A page that was not touched
+      // for long takes longer still: one byte of it, further ahead.
+      TileArgs<bits> steps;
+      const auto prefetch_at = [&](int64_t rows) {
+        return reinterpret_cast<uintptr_t>(a.packed) + row_to_prefetch(range, row, rows) * a.packed_stride;
+      };
+      steps.prefetch_at = prefetch_at(2 * R);
+      for (int64_t byte = 0; byte < R * full_steps * P::bytes_per_step; byte += 4096)
+        _mm_prefetch(reinterpret_cast<const char*>(prefetch_at(4 * R) + byte), _MM_HINT_T1);
+      const int64_t there = row_to_prefetch(range, row, 2 * R);
+      prefetch_l2(a.scale, there, R, 0, 1, 1);
+      if (has_zeros) prefetch_l2(a.zero_point, there, R, 0, 1, 1);
+      for (int p = 0; p < P::count; p++) steps.at[p] = planes.at[p];
+      steps.stride = stride, steps.m = a.m, steps.slices = slices, steps.scale = of.scale, steps.zero = of.zero;
+      for (int64_t from = 0; from < x.steps; from += steps_per_chunk) {
+        const int64_t to = std::min(from + steps_per_chunk, x.steps), stop = std::min(to, full_steps);
+        const int64_t in_ones = in_units ? stop - (stop - from) % together : from;  // from where on steps are taken one by one
+        load_chunk(row, from, to, of);
+        steps.first = x.first_group[from];
+        run_steps<together>(steps, from, in_ones - from, total);
+        run_steps<1>(steps, in_ones, stop - in_ones, total);
+        if (stop == to) continue;
+        LastStep<bits> last[R];
+        for (int r = 0; r < R; r++) last[r].copy(P(packed + r * stride, a.k), full_steps, a.k);
+        for (int p = 0; p < P::count; p++) steps.at[p] = last[0].bytes[p];
+        steps.stride = sizeof last[0];
+        run_steps<1>(steps, full_steps, 1, total);
+      }
+      for (int64_t m = 0; m < a.m; m++) {
+        float* const y = a.y + m * a.n + row;
+        const __m128 sums = use_quads ? sums_of(total[m]) : sums_of(total + m * S);
+        if (one) _mm_store_ss(y, sums);
+        else _mm_storeu_ps(y, sums);
+      }
+      row = next;
+    }
+    const __m128i maximum = _mm_set1_epi8(static_cast<char>((1 << bits) - 1));
+    return _mm_movemask_epi8(_mm_cmpeq_epi8(_mm_max_epu8(largest_zero, maximum), maximum)) == 0xffff;
+  }
+};
+
+template <int bits, int tables, int largest>
+bool gemv_for_limbs(const Linear& a, const ByteDecoding& decoding, const PackedLimbs& x, const RowRange& range) {
+  const auto with = [&](auto limbs) {
+    constexpr int D = decltype(limbs)::value;
+    if constexpr (D < 3) {
+      if (x.quad_sums && x.group_of_lane) return GemvRows<bits, tables, largest, D, true, false>(a, decoding, x, range).run();
+      if (x.quad_sums) return GemvRows<bits, tables, largest, D, true, true>(a, decoding, x, range).run();
+    } else {
+      if (!x.group_of_lane) return GemvRows<bits, tables, largest, D, false, true>(a, decoding, x, range).run();
+    }
+    return GemvRows<bits, tables, largest, D, false, false>(a, decoding, x, range).run();
+  };
+  if (x.count == 1) return with(std::integral_constant<int, 1>());
+  if (x.count == 3) return with(std::integral_constant<int, 3>());
+  return with(std::integral_constant<int, 2>());
+}
+
+}  // namespace
+
+template <int bits>
+bool split_int8_gemv(const Linear& a, const ByteDecoding& decoding, const PackedLimbs& x, const RowRange& range) {
+  if constexpr (bits <= 6)
+    if (decoding.table) {
+      bool small = bits == 4;  // of fp4
+      for (int code = 0; code < 16; code++) small = small && decoding.table[code] <= small_table_max;
+      if constexpr (bits == 4)
+        if (small) return gemv_for_limbs<bits, 1, small_table_max>(a, decoding, x, range);
+      bool mirrored = bits == 6;  // of fp6
+      for (int code = 0; code < 32; code++) mirrored = mirrored && decoding.table[code] + decoding.table[code + 32] == 2 * decoding.offset;
+      if constexpr (bits == 6)
+        if (mirrored) return gemv_for_limbs<bits, 2, 127>(a, decoding, x, range);
+      return gemv_for_limbs<bits, bits <= 4 ? 1 : 1 << (bits - 4), 127>(a, decoding, x, range);
+    }
+  return gemv_for_limbs<bits, 0, (1 << bits) - 1>(a, decoding, x, range);
+}
+template bool split_int8_gemv<LOWBIT_BITS>(const Linear&, const ByteDecoding&, const PackedLimbs&, const RowRange&);
+
+}  // namespace lowbit::cpu::avx2

@@ -1,0 +1,98 @@
+// NF4 by a table, as a family of weight_decoders.cuh.
+#pragma once
+
+#include "../../formats.h"
+#include "../ptx/bulk_copy.cuh"
+#include "unpack_codes.cuh"
+#include "scalar_types.cuh"
+#include "../mma/f16x2_math.cuh"
+
+namespace lowbit::cuda {
+
+// NF4 in two operands of 16 bits, the second what the first leaves of a number. Numbers of float16 are multiplied by 1024,
+// which keeps the second ones from underflowing. Those of bfloat16, which together have 16 bits or more, are multiplied by a
+// factor (of all in [1, 2) of fp32) under which they are nearest to the 15 numbers: within 2^-20.7 of each.
+template <class T>
+struct Nf4Decoder {
+  static constexpr int bits = 4, parts = 2;
+  static constexpr bool supports_zero = false;
+  static constexpr float multiplied_by = F16Traits<T>::mantissa == 7 ? 0x1.58a2f6p0f : 0x1p10f;
+  static constexpr float factor = 1 / multiplied_by;  // a product of the operands times this is one of the weights
+  static constexpr int pitch = 256, size = 16 * pitch;  // of the rows of a code, in which every lane has its own bank
+  static constexpr int table_size = 2 * size / sizeof(uint2);  // of which a part begins on `size` bytes
+  struct Constants {
+    uint32_t places, of_lane;  // of the table in the second byte of an address, and what the others are
+  };
+  struct Row {};
+
+  static __device__ __forceinline__ uint32_t beginning_of(const uint2* table) {
+    return (shared_address(table) + size - 1) / size * size;
+  }
+
+  // By a whole block of whole warps, into table_size entries of shared memory.
+  static __device__ __forceinline__ void fill(uint2* table, int thread = threadIdx.x, int threads = blockDim.x) {
+    const uint32_t local = parts_of(thread % 16);
+    for (int i = thread; i < 16 * 32; i += threads) {
+      const uint32_t both = __shfl_sync(~0u, local, i / 32);
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(beginning_of(table) + i / 32 * pitch + i % 32 * 4), "r"(both) : "memory");
+    }
+  }
+
+  // The two parts of a code's number, the first one low.
+  static __device__ __forceinline__ uint32_t parts_of(int code) {
+    const float number = number_of(code), high = number * multiplied_by, low = fmaf(number, multiplied_by, -high);
+    const T first = from_float<T>(high), second = from_float<T>(high - to_float(first) + low);
+    return reinterpret_cast<const uint16_t&>(first) | reinterpret_cast<const uint16_t&>(second) << 16;
+  }
+
+  static __device__ __forceinline__ Constants constants(bool, const uint2* table) {
+    const uint32_t begins = beginning_of(table);
+    return {(begins >> 8 & 0xff) * 0x01010101u, begins >> 16 << 16 | threadIdx.x % 32 * 4};
+  }
+  static __device__ __forceinline__ Row row(uint32_t) { return {}; }
+
+  static __device__ __forceinline__ uint32_t load(uint32_t address) {
+    uint32_t both;
+    asm("ld.shared.b32 %0, [%1];" : "=r"(both) : "r"(address));
+    return both;
+  }
+
+  // The second byte of an address is a code, so that a permutation of bytes makes all of it.
+  static __device__ __forceinline__ void fragment(const Constants& constants, const HeldCodes<bits>& held, int step, int half,
+                                                  const Row&, const Row&, uint32_t (&a)[parts][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t shifted = gather_codes<bits>(held, step, i % 2 + 2 * half) >> 4 * (step % 2);
+      const uint32_t codes = and_or(shifted, 0x0f0f0f0fu, constants.places);
+      const uint32_t one = load(__byte_perm(codes, constants.of_lane, i < 2 ? 0x7604 : 0x7614));
+      const uint32_t other = load(__byte_perm(codes, constants.of_lane, i < 2 ? 0x7624 : 0x7634));
+      a[0][i] = __byte_perm(one, other, 0x5410);
+      a[1][i] = __byte_perm(one, other, 0x7632);
+    }
+  }
+
+  // Operands as the table has them, the parts of a number side by side, for x in which every number lies twice: the first one
+  // of columns 2t and 2t + 1, the second one of those eight further.
+  static __device__ __forceinline__ void duplicated_fragment(const Constants& constants, const HeldCodes<bits>& held, int step, int half,
+                                               uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint32_t shifted = gather_codes<bits>(held, step, i + 2 * half) >> 4 * (step % 2);
+      const uint32_t codes = and_or(shifted, 0x0f0f0f0fu, constants.places);
+      a[0][i] = load(__byte_perm(codes, constants.of_lane, 0x7604));
+      a[0][i + 2] = load(__byte_perm(codes, constants.of_lane, 0x7624));
+      a[1][i] = load(__byte_perm(codes, constants.of_lane, 0x7614));
+      a[1][i + 2] = load(__byte_perm(codes, constants.of_lane, 0x7634));
+    }
+  }
+
+ private:
+  template <int first = 0>
+  static __device__ __forceinline__ float number_of(int code) {
+    constexpr float number = formats::nf4::values[first];
+    if constexpr (first < 15) return code == first ? number : number_of<first + 1>(code);
+    return number;
+  }
+};
+
+}  // namespace lowbit::cuda

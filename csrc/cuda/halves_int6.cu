@@ -1,7 +1,0 @@
-#include "halves_integers.cuh"
-
-namespace lowbit::cuda {
-
-template cudaError_t launch_halves_of_width<6>(const Halves&, bool, HalvesPlan, cudaStream_t);
-
-}  // namespace lowbit::cuda

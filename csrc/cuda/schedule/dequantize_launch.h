@@ -1,0 +1,13 @@
+// What the binding knows of dequantize.cuh.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../kernels/dequantize.cuh"
+#include "../decode/format_family.h"
+
+namespace lowbit::cuda {
+
+cudaError_t launch_dequantize(Family family, const Dequantize& a, cudaStream_t stream);
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,88 @@
+// How a block of mixed_gemm.cuh works, and where in its shared memory what lies: known from the format and a few numbers.
+#pragma once
+
+#include <algorithm>
+
+#include "mixed_gemm_args.cuh"
+#include "../epilogue/splitk_reduce.cuh"
+#include "../decode/group_scales.cuh"
+#include "../decode/mma_fragment_layout.cuh"
+
+namespace lowbit::cuda {
+
+constexpr int box_k = 64;
+
+// How a block works: rows of x that it takes, columns of W whose products are under way together; the columns of a group (none
+// where a row is one), and whether its scale multiplies the sums of their products, or else the operands; how many of those
+// batches are decoded before their products begin.
+template <int columns_, int batch_, int group_, bool is_exact_, Scaling scaling_, int ahead_ = 1>
+struct Shape {
+  static constexpr int columns = columns_, batch = batch_, group = group_, lookahead = ahead_;
+  static constexpr bool is_exact = is_exact_;
+  static constexpr Scaling scaling = scaling_;
+  static constexpr int boxes_of_stage = columns == 16 ? 4 : columns <= 64 ? 2 : 1, box_bytes = columns * box_k * 2;
+  static constexpr int stage_columns = boxes_of_stage * box_k, stage_bytes = boxes_of_stage * box_bytes;
+  static constexpr int threads = mma_threads + 128;
+};
+
+constexpr int x_offset = 1024;  // boxes lie on that; barriers come first: where they are is known at once
+template <class S>
+SharedLayout shared_layout(const MixedGemm& a, int table_bytes) {
+  SharedLayout at;
+  at.weights = x_offset + a.x_stages * S::stage_bytes;
+  const int rings = at.weights + a.weight_stages * tiles_per_block * a.unit.pitch();
+  at.sums = a.sums_apart ? rings : x_offset;
+  at.row_epilogues = std::max(rings, at.sums + reduce_bytes<S::columns>(a.blocks)) + 15 & ~15;
+  at.table = at.row_epilogues + block_rows * static_cast<int>(sizeof(float2));
+  at.total = at.table + table_bytes;
+  return at;
+}
+
+template <class Codes, class = void>
+constexpr int table_bytes_of = 0;
+template <class Codes>
+constexpr int table_bytes_of<Codes, std::enable_if_t<(Codes::table_bytes > 0)>> = Codes::table_bytes;
+
+// The codes as a kernel of so many rows of x takes them: with 64 the other half of a large table is better spent on sums that meet,
+// with 256 there is no room for it.
+template <class Codes, int columns, class = void>
+struct CodesOf {
+  using Type = Codes;
+};
+template <class Codes, int columns>
+struct CodesOf<Codes, columns, std::enable_if_t<(Codes::table_bytes > 0 && (columns == 64 || columns == 256))>> {
+  using Type = typename Codes::Smaller;
+};
+
+// Stages of x that are passed together: those of a piece, of which the ring then is a multiple, so that where each lies is known
+// from where the first does. Beside a table there is no room for four large ones.
+template <class Codes, class S>
+constexpr int stages_per_run = table_bytes_of<Codes> > 0 && S::columns == 256
+                                  ? 1
+                                  : k_per_piece(S::columns, Unit<Codes::bits, 0, false>::columns) / S::stage_columns;
+// Whether that is all of the ring.
+template <class Codes, class S>
+constexpr bool is_ring_a_run = S::columns >= 128 && stages_per_run<Codes, S> > 1;
+
+// Whether a code stands for NaN and none for infinity: then one of them makes all sums of its row NaN, whatever x is.
+template <class Codes, class = void>
+constexpr bool has_nan_of = false;
+template <class Codes>
+constexpr bool has_nan_of<Codes, std::enable_if_t<Codes::has_nan>> = true;
+
+// Whether the scale of a group is multiplied in with the power of two that numbers have to be multiplied by in any case, of which
+// 2^power_left is left for the sums. Scales of e8m0 that are too large for that are found out at the end, since to look at them
+// before each product costs more than the multiplication that this saves; then all is done again (scale_overflow_fallback.cuh).
+template <class Codes, class S>
+constexpr bool folds_scales = !Codes::supports_zero && !S::is_exact && (S::scaling == Scaling::e4m3 || S::scaling == Scaling::e8m0);
+template <class Codes, class S>
+__host__ __device__ constexpr int power_left() {
+  if constexpr (!folds_scales<Codes, S>)
+    return 0;
+  else if constexpr (S::scaling == Scaling::e4m3)
+    return 8;
+  else
+    return Codes::left_of_e8m0;
+}
+
+}  // namespace lowbit::cuda
