@@ -194,9 +194,30 @@ def _is_builtin(kernel: Kernel) -> bool:
 
 # ---- selection -------------------------------------------------------------------------------------------------
 
-_strict: ContextVar[frozenset[str] | None] = ContextVar("lowbit_strict", default=None)
+# Of the open blocks of strict, outermost first: the kernels that each names.
+_strict: ContextVar[tuple[frozenset[str], ...]] = ContextVar("lowbit_strict", default=())
 # Whether strict or trace is open here, so that each call has to be selected and noted.
-observed: ContextVar[bool] = ContextVar("lowbit_watched", default=False)
+observed: ContextVar[bool] = ContextVar("lowbit_observed", default=False)
+
+
+@contextlib.contextmanager
+def _open(blocks: ContextVar[tuple[Any, ...]], block: object) -> Iterator[None]:
+    """``block`` among ``blocks``. Blocks may end in any order: each takes out itself, whatever was opened behind it."""
+    blocks.set((*blocks.get(), block))
+    observed.set(True)
+    try:
+        yield
+    finally:
+        remaining = list(blocks.get())
+        if (i := max((i for i, other in enumerate(remaining) if other is block), default=None)) is not None:
+            del remaining[i]
+        blocks.set(tuple(remaining))
+        observed.set(bool(_strict.get() or _traces.get()))
+
+
+def _only() -> frozenset[str] | None:
+    """The kernels that the innermost open :func:`strict` names; None where none is open."""
+    return open_blocks[-1] if (open_blocks := _strict.get()) else None
 
 
 def select(call: Call) -> Kernel:
@@ -204,7 +225,7 @@ def select(call: Call) -> Kernel:
 
     Raises :class:`NoKernelError` where strict mode leaves none.
     """
-    return _select(call, _strict.get())
+    return _select(call, _only())
 
 
 @cached(maxsize=8192)
@@ -261,7 +282,7 @@ def preferred_layout(call: Call) -> str:
 
 def explain(call: Call) -> list[tuple[str, str | None]]:
     """(kernel, why it refused ``call``) for every row of its operator; None where it would take it."""
-    named = _strict.get() or frozenset()
+    named = _only() or frozenset()
     return [
         (
             kernel.name,
@@ -283,12 +304,8 @@ def strict(*names: str) -> Iterator[None]:
     known = {kernel.name for kernel in kernels()}
     if unknown := sorted(set(names) - known):
         raise ValueError(f"no kernel named {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    token, seen = _strict.set(frozenset(names)), observed.set(True)
-    try:
+    with _open(_strict, frozenset(names)):
         yield
-    finally:
-        _strict.reset(token)
-        observed.reset(seen)
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------
@@ -341,12 +358,8 @@ _traces: ContextVar[tuple[Trace, ...]] = ContextVar("lowbit_traces", default=())
 def trace() -> Iterator[Trace]:
     """Collect a trace of every quantized operator that runs within the block (in this thread)."""
     record = Trace()
-    token, seen = _traces.set((*_traces.get(), record)), observed.set(True)
-    try:
+    with _open(_traces, record):
         yield record
-    finally:
-        _traces.reset(token)
-        observed.reset(seen)
 
 
 def note(op: str, kernel: str, contract: str, scheme: str, dtype: torch.dtype, device: str, m: int, n: int, k: int) -> None:
@@ -357,7 +370,7 @@ def note(op: str, kernel: str, contract: str, scheme: str, dtype: torch.dtype, d
 
 def is_strict() -> bool:
     """Whether :func:`strict` is open here, which has to see each operator."""
-    return _strict.get() is not None
+    return bool(_strict.get())
 
 
 _warned: set[tuple[str, str]] = set()  # operators and devices

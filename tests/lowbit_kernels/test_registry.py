@@ -6,9 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import lowbit_kernels.ops  # noqa: F401 - defines the operators
@@ -101,6 +104,21 @@ def test_strict_ends_with_its_block_and_nests() -> None:
             assert select(call(1)).name == "reference_linear"
         assert select(call(1)).name == "large"
     assert select(call(1)).name == "small"
+
+
+@given(st.lists(st.sampled_from(("strict", "named", "trace")), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_blocks_end_in_any_order(kinds: list[str], random: Any) -> None:
+    """As those of an ExitStack that was entered before another block: nothing stays open, and what is open holds."""
+    begin = {"strict": strict, "named": lambda: strict("reference_linear"), "trace": trace}
+    open_blocks = [(kind, begin[kind]()) for kind in kinds]
+    for _, block in open_blocks:
+        block.__enter__()
+    while open_blocks:
+        assert registry.observed.get()
+        assert registry.is_strict() == any(kind != "trace" for kind, _ in open_blocks)
+        open_blocks.pop(random.randrange(len(open_blocks)))[1].__exit__(None, None, None)
+    assert not registry.observed.get()
+    assert not registry.is_strict()
 
 
 def test_strict_knows_only_kernels_that_exist() -> None:
