@@ -70,6 +70,32 @@ def demo_table(results: list[dict[str, Any]]) -> str:
     return _markdown(head, (row(outcome) for outcome in result["outcomes"]))
 
 
+def mmlu_table(results: list[dict[str, Any]]) -> str:
+    """A pretrained model on questions of MMLU: accuracy and its paired difference from the float model's, beside text."""
+    (result,) = results
+    origin, settings = result["origin"], result["settings"]
+
+    def row(outcome: dict[str, Any]) -> tuple[Any, ...]:
+        exam, kl = outcome["tasks"]["mmlu"], outcome["divergence"]
+        d = exam["difference"]
+        paired = "" if d is None else f"{100 * d['difference']:+.1f} [{100 * d['low']:+.1f}, {100 * d['high']:+.1f}]"
+        return (
+            f"`{outcome['recipe']}`", f"{outcome['bits_per_weight']:.2f}", f"{outcome['file_bytes'] / 1e6:,.0f}",
+            f"{100 * exam['value']:.1f}", paired, "" if d is None else f"+{d['gained']} -{d['lost']}",
+            f"{outcome['perplexity']['value']:.2f}", "" if kl is None else f"{kl['kl']:.4f}",
+            "" if kl is None else f"{100 * kl['agreement']:.1f}",
+        )  # fmt: skip
+
+    questions = result["outcomes"][0]["tasks"]["mmlu"]["n"]
+    title = (
+        f"{result['model']}, {questions:,} questions ({settings['questions_a_subject']} of each of {settings['subjects']} "
+        f"subjects, {settings['shots']} shots) on {origin['gpus'][0]}, {origin['date']}, commit {origin['commit']}; "
+        f"float: {settings['float']}:"
+    )
+    head = "recipe |bits a weight|file, MB|MMLU, %|difference, points [95 %]|answers|perplexity|KL, nats|same token, %"
+    return f"{title}\n\n{_markdown(head, map(row, result['outcomes']))}"
+
+
 def recipes_table(results: list[dict[str, Any]]) -> str:
     """Bundled recipes, and when to pick each."""
     (result,) = results
@@ -347,6 +373,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "sqnr": sqnr_table,
     "demo": demo_table,
     "recipes": recipes_table,
+    "mmlu": mmlu_table,
     "rounders": rounders_table,
     "accuracy_recovery": accuracy_recovery_table,
     "mixed": mixed_table,

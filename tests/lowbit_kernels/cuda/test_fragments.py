@@ -17,7 +17,7 @@ from lowbit_kernels.layouts import LAYOUTS, Parts
 from tests.support.accuracy import linear_bound
 
 FAMILIES = ("skinny_gemm", "split_int8_gemv")  # of tensor cores: 16-bit floats and integers
-GEMM, ROUNDED = "gemm", "gemm_rounded"  # 16-bit floats again, in groups of warps
+GEMM, ROUNDED = "mixed_gemm", "mixed_gemm_rounded"  # 16-bit floats again, in groups of warps
 ROWS = {f: [row for row in registry.kernels() if row.name.startswith(f"cuda_{f}")] for f in (*FAMILIES, GEMM, ROUNDED)}
 PLAIN, MX = (
     sorted((f, name) for f in families for row in ROWS[f] if scale in row.scales and row.m[1] for name in row.formats)
