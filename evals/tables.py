@@ -73,7 +73,7 @@ def demo_table(results: list[dict[str, Any]]) -> str:
 def mmlu_table(results: list[dict[str, Any]]) -> str:
     """A pretrained model on questions of MMLU: accuracy and its paired difference from the float model's, beside text."""
     (result,) = results
-    origin, settings = result["origin"], result["settings"]
+    settings = result["settings"]
 
     def row(outcome: dict[str, Any]) -> tuple[Any, ...]:
         exam, kl = outcome["tasks"]["mmlu"], outcome["divergence"]
@@ -89,7 +89,7 @@ def mmlu_table(results: list[dict[str, Any]]) -> str:
     questions = result["outcomes"][0]["tasks"]["mmlu"]["n"]
     title = (
         f"{result['model']}, {questions:,} questions ({settings['questions_a_subject']} of each of {settings['subjects']} "
-        f"subjects, {settings['shots']} shots) on {origin['gpus'][0]}, {origin['date']}, commit {origin['commit']}; "
+        f"subjects, {settings['shots']} shots) on {result['gpus'][0]}, {result['date']}, commit {result['commit']}; "
         f"float: {settings['float']}:"
     )
     head = "recipe |bits a weight|file, MB|MMLU, %|difference, points [95 %]|answers|perplexity|KL, nats|same token, %"
