@@ -39,14 +39,20 @@ Tensor bf16_dot_gemm(Tensor x_any, Tensor packed, Tensor scale, std::optional<Te
   if (a.m == 0 || a.n == 0) return y;
   if (a.k == 0) return finish_without_columns(a, bias ? &bias_numbers : nullptr, y), y;
   const uint16_t* x_data = static_cast<const uint16_t*>(x.const_data_ptr());
-  const int64_t stride = padded_stride(a.k);
-  const auto of_x = aligned_buffer<uint16_t>(a.m * stride);
-  torch::stable::parallel_for(0, a.m, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t m = begin; m < end; m++) std::fill(std::copy_n(x_data + m * a.k, a.k, of_x.get() + m * stride), of_x.get() + (m + 1) * stride, 0);
-  });
+  // Rows that are whole registers are read where they lie.
+  const bool in_place = a.k % dot_columns == 0 && reinterpret_cast<uintptr_t>(x_data) % (dot_columns * sizeof(uint16_t)) == 0;
+  const int64_t stride = in_place ? a.k : padded_stride(a.k);
+  const auto padded = aligned_buffer<uint16_t>(in_place ? 0 : a.m * stride);
+  if (!in_place)
+    torch::stable::parallel_for(0, a.m, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; m++)
+        std::fill(std::copy_n(x_data + m * a.k, a.k, padded.get() + m * stride), padded.get() + (m + 1) * stride, 0);
+    });
 #if defined(__x86_64__)
-  const Bf16DotArgs dots = {of_x.get(), bias ? &bias_numbers : nullptr, static_cast<uint16_t*>(y.mutable_data_ptr())};
-  parallel_dynamic(a, 32, 1 << 18, 0, [&](const RowRange& range) { avx512bf16::bf16_dot_gemm(a, dots, range.begin, range.end); }, [](const RowRange&) {});
+  // x is read once for each panel: larger ones where there are enough for all threads.
+  const int64_t panel_n = a.n >= 64 * 4 * static_cast<int64_t>(torch::stable::get_num_threads()) ? 64 : 32;
+  const Bf16DotArgs dots = {in_place ? x_data : padded.get(), stride, bias ? &bias_numbers : nullptr, static_cast<uint16_t*>(y.mutable_data_ptr()), panel_n};
+  parallel_dynamic(a, panel_n, 1, 0, [&](const RowRange& range) { avx512bf16::bf16_dot_gemm(a, dots, range.begin, range.end); }, [](const RowRange&) {});
 #endif
   return y;
 }

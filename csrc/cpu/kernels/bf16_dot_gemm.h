@@ -7,7 +7,7 @@
 namespace lowbit::cpu {
 
 constexpr int64_t dot_columns = 32;  // that a register holds
-constexpr int64_t columns_per_block = 4096, page = 2048;
+constexpr int64_t page = 2048;
 
 // Columns from row to row. Long rows lie half a page and a line beyond whole pages from each other, so that blocks of several
 // rows fill all sets of the first-level cache evenly.
@@ -19,9 +19,11 @@ static inline int64_t padded_stride(int64_t k) {
 }
 
 struct Bf16DotArgs {
-  const uint16_t* x;    // [m, stride_of_dots(k)], zeros behind the k columns
+  const uint16_t* x;      // [m, x_stride]: the k columns, then zeros up to whole registers
+  int64_t x_stride;
   const ArrayView* bias;  // [n], or none
-  uint16_t* y;          // [m, n]
+  uint16_t* y;            // [m, n]
+  int64_t panel_n;        // rows of the weight at a time, a multiple of 32
 };
 
 #if defined(__x86_64__)

@@ -30,7 +30,7 @@ void parallel_rows(const Linear& a, const Multiply& multiply) {
 // are of multiples of as many.
 template <typename Multiply, typename OnFirst>
 void parallel_dynamic(const Linear& a, int64_t rows, int64_t weights, int64_t last, const Multiply& multiply, const OnFirst& on_first) {
-  constexpr int64_t of_thread = 1 << 17;
+  const int64_t of_thread = std::min<int64_t>(weights, 1 << 17);
   const int64_t tasks = (a.n + rows - 1) / rows, of_task = rows * (a.k > 0 ? a.k : 1), minimum = weights / of_task + 1;
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, tasks, of_thread / of_task + 1, [&](int64_t begin, int64_t end) {
