@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from .interleaved import ROWS
 from .prepared_call import Product, SchemeBound, direct
 from .registry import Kernel, register
 
-__all__ = ["dequantize", "bf16_dot_gemm", "embedding", "int8_mm", "dequant_gemm"]
+__all__ = ["dequantize", "bf16_dot_gemm", "embedding", "int8_dot_gemm", "int8_mm", "dequant_gemm"]
 
 _FEW = 16  # columns whose integer products are exact in fp32 too
 _PANEL = 1 << 21  # weights: 4 MiB in 16 bits, so that what a product costs to begin is little beside it
@@ -173,23 +174,60 @@ def int8_mm(
     return y.to(x.dtype).reshape(*x.shape[:-1], packed.shape[0])
 
 
+@SchemeBound
+def int8_dot_gemm(scheme: Scheme) -> Product:
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8 and one scale a row of int8 weights: the processor's dot products."""
+    args, operator = operator_args(scheme), direct(torch.ops.lowbit_cpu.int8_dot_gemm.default)
+
+    def product(
+        x: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        outer: Tensor | None,
+        bias: Tensor | None,
+        scheme: Scheme,
+        activation: Scheme,
+        input_scale: Tensor | None,
+    ) -> Tensor:
+        return operator(x, packed, scale, bias, args[0], None if input_scale is None else input_scale.float())
+
+    return product
+
+
+def int8_dot_available() -> str | None:
+    """Why this processor cannot multiply int8 four at a time, with the remedy; None if it can."""
+    if (missing := available()) is not None or torch.ops.lowbit_cpu.has_int8_dot():
+        return missing
+    return "the processor has no AVX-512 with VNNI, or LOWBIT_CPU leaves it out: cpu_w8a8_gemm takes every processor"
+
+
+_W8A8 = Kernel(
+    "cpu_w8a8_gemm",
+    "quantized_linear",
+    int8_mm,
+    "exact",
+    devices=frozenset({"cpu"}),
+    formats=frozenset({"int8"}),
+    scales=frozenset(PLAIN_SCALES),
+    groups=lambda size: None if size == -1 else "takes the whole row",
+    dtypes=_DTYPES,
+    m=(17, None),
+    predicate=refuse_activation,
+    tiles=((17, 16, 32),),
+    available=available,
+)
 register(
-    Kernel(
-        "cpu_w8a8_gemm",
-        "quantized_linear",
-        int8_mm,
-        "exact",
-        devices=frozenset({"cpu"}),
-        formats=frozenset({"int8"}),
-        scales=frozenset(PLAIN_SCALES),
-        groups=lambda size: None if size == -1 else "takes the whole row",
-        dtypes=_DTYPES,
-        m=(17, None),
-        predicate=refuse_activation,
-        tiles=((17, 16, 32),),
-        available=available,
+    replace(
+        _W8A8,
+        name="cpu_w8a8_dot_gemm",
+        run=int8_dot_gemm,
+        m=(1, None),
+        tiles=((12, 32, 64), (384, 64, 2048)),
+        available=int8_dot_available,
     )
 )
+register(_W8A8)
 register(
     Kernel(
         "cpu_bf16_dot_gemm",
