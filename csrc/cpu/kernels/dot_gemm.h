@@ -74,7 +74,11 @@ void tile(const uint8_t* x, int64_t x_stride, const __m512i* w, int64_t w_stride
   }
 #pragma GCC unroll 12
   for (int m = 0; m < M; m++)
-    for (int half = 0; half < 2; half++) sums[m * stride + half] = Dot::add(sums[m * stride + half], sum[m][half]);
+    for (int half = 0; half < 2; half++) {
+      // GCC would copy each sum in each step for the sake of the other type that it is added as.
+      asm("" : "+v"(sum[m][half]));
+      sums[m * stride + half] = Dot::add(sums[m * stride + half], sum[m][half]);
+    }
 }
 
 template <typename Dot>
