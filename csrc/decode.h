@@ -1,8 +1,8 @@
-// Codes out of the canonical packing, and numbers out of codes, for the CPU and CUDA kernels alike.
+// Unpacking of the canonical packing and values of codes, for CPU and CUDA kernels alike.
 //
-// The canonical packing (lowbit/packing.py): a width that divides 8 fills whole bytes, the first code in the low bits.
-// Any other width is a sum of such widths, and each of them is a plane: the widest first, holding the low bits, every
-// plane of a row padded to whole bytes. The planes of b bits are therefore the powers of two in b.
+// The canonical packing (lowbit/packing.py): a width that divides 8 fills whole bytes, the first code in the low bits. Any other
+// width is split into bit planes of such widths, the widest first, which holds the low bits; each plane of a row is padded to
+// whole bytes. The widths of the planes of b bits are the powers of two in b.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,10 @@ LOWBIT_INLINE int64_t packed_size(int bits, int64_t n) {
   return bytes;
 }
 
-// A multiple of this many codes starts on a byte in every plane: the narrowest plane's codes in a byte.
+// Multiples of this many codes start on a byte in every plane.
 LOWBIT_INLINE constexpr int byte_aligned_codes(int bits) { return 8 / (bits & -bits); }
 
-// Adds the plane of `width` bits, where there is one, to code i of a row of n codes, and goes on to the next plane.
+// Adds the plane of `width` bits, if any, to code i of a row of n codes, and advances to the next plane.
 template <int bits, int width>
 LOWBIT_INLINE void add_field(const uint8_t*& plane, int64_t n, int64_t i, int& shift, uint32_t& code) {
   if constexpr (bits & width) {
@@ -62,7 +62,7 @@ LOWBIT_INLINE void unpack_plane(const uint8_t* __restrict plane, int shift, int 
     codes[i] |= ((plane[i / per_byte] >> (i % per_byte * width)) & mask) << shift;
 }
 
-// Codes first .. first + count - 1 of a row of n codes; first is a multiple of byte_aligned_codes(bits).
+// Codes [first, first + count) of a row of n codes; first is a multiple of byte_aligned_codes(bits).
 template <int bits>
 LOWBIT_INLINE void unpack(const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
   memset(codes, 0, count);
@@ -81,7 +81,7 @@ LOWBIT_INLINE void unpack(const uint8_t* row, int64_t n, int64_t first, int coun
   plane(std::integral_constant<int, 1>());
 }
 
-// The number that a code of Format (a struct of formats.h) stands for. Host only for a format that needs its table.
+// Value of a code of Format (a struct of formats.h). Host only where the format needs its table.
 template <class Format>
 LOWBIT_INLINE float number(uint32_t code) {
   if constexpr (Format::is_integer && Format::is_signed) {
@@ -94,7 +94,7 @@ LOWBIT_INLINE float number(uint32_t code) {
   }
 }
 
-// IEEE half to float, exactly (subnormals, infinities and NaN included), without any instruction set.
+// IEEE half to float, exact for subnormals, infinities and NaN, without special instructions.
 LOWBIT_INLINE float half_to_float(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
   uint32_t bits;
@@ -102,7 +102,7 @@ LOWBIT_INLINE float half_to_float(uint16_t half) {
     bits = sign | 0x7f800000u | (magnitude & 0x3ffu) << 13;
   } else if (magnitude >= 0x400u) {
     bits = sign | ((magnitude << 13) + (112u << 23));
-  } else {  // a subnormal half is this many times 2^-24
+  } else {  // subnormal: a multiple of 2^-24
     const float value = static_cast<float>(magnitude) * 5.9604644775390625e-08f;
     memcpy(&bits, &value, 4);
     bits |= sign;

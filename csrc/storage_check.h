@@ -1,5 +1,5 @@
-// Whether a tensor holds what its sizes say, looked at once where a call enters C++: nothing behind that asks again. A storage may
-// have been freed or made smaller under a tensor, which torch does not mind until the memory is read.
+// Checks, once where a call enters C++, that a tensor's storage holds what its sizes say. A storage may have been freed or shrunk
+// under a tensor, which torch does not notice until the memory is read.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -15,10 +15,10 @@
 
 namespace lowbit {
 
-// Sizes that products of a few of them cannot pass 64 bits with.
+// Larger sizes could overflow 64 bits in products.
 constexpr int64_t max_dim_size = int64_t{1} << 40;
 
-// Raises where elements of `t` lie outside of its storage.
+// Raises where elements of `t` lie outside its storage.
 inline void check_storage(const torch::stable::Tensor& t, const char* name) {
   const AtenTensorHandle handle = t.get();
   int64_t dimensions = 0, bytes = 0, offset = 0, *sizes = nullptr, *strides = nullptr;

@@ -1,4 +1,4 @@
-// lowbit_cpu::decoder_prepared and decoder_steps: a decoder layer checked once, and a step of few tokens through layers.
+// lowbit_cpu::decoder_prepared, which checks a decoder layer once, and decoder_steps, a step of a few tokens through layers.
 #include <torch/csrc/stable/library.h>
 
 #include <array>
@@ -10,11 +10,11 @@ namespace {
 
 using namespace lowbit::cpu;
 
-// What a layer consists of, as it lies in a tensor of bytes. What its pointers are of is kept by whoever prepared it.
+// A checked layer, stored in a byte tensor. Its pointers stay valid as long as the caller keeps the tensors they point into.
 struct DecoderLayer {
   uint64_t sign;
   const PreparedCall* products[layers];
-  const void* norms[4];  // before attention, before gate; of each head of query and key, or none
+  const void* norms[4];  // before attention, before the MLP; of query and key heads, or null
   float eps[4];
   int64_t queries, keys, size;
   float scaling;
@@ -64,8 +64,8 @@ void check_shapes(const DecoderLayer& layer) {
   STD_TORCH_CHECK(hidden > 0 && between > 0, "a layer must have rows and columns, got ", hidden, " and ", between);
 }
 
-// `products`: what split_int8_gemv_prepare made of query, key, value, output, gate, up and down. `norms`: before attention, before gate, and
-// where heads have norms those of query and key.
+// products: results of split_int8_gemv_prepare for query, key, value, output, gate, up and down. norms: before attention, before
+// the MLP and, where heads have norms, of query and key heads.
 Tensor decoder_prepared(std::vector<Tensor> products, std::vector<Tensor> norms, std::vector<double> eps, int64_t heads, int64_t key_heads,
                         int64_t head_size, double scaling) {
   STD_TORCH_CHECK(products.size() == layers, "products must be seven, got ", products.size());
@@ -111,7 +111,7 @@ bool fits_mask(const Tensor& t, const Attention& a, int64_t batch, ScalarType ty
          (t.scalar_type() == ScalarType::Bool || t.scalar_type() == type);
 }
 
-// What steps of x through one layer after the other take, in which all layers are alike; false where tensors do not fit.
+// Fills the arguments that are the same for all layers; false where tensors do not fit.
 bool fill_args(const DecoderLayer& layer, const Tensor& x, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& mask,
                 int64_t stop, int64_t places, Step::Args& args) {
   if (!x.is_cpu() || x.dim() != 3 || x.size(2) != layer.products[query]->a.k || !x.is_contiguous() || !is_float(x) ||
@@ -136,10 +136,10 @@ bool fill_args(const DecoderLayer& layer, const Tensor& x, const Tensor& cos, co
   return true;
 }
 
-// x [batch, tokens, hidden] through layers one behind the other: its tokens come behind `stop` others and look at `places` of each
-// layer's keys and values, in which theirs are written. A tensor of one dimension where some of x has no limbs or LOWBIT_CPU has
-// changed since a layer was prepared, and one of two where tensors do not fit: the layers' modules say what is wrong with them, or
-// compute it.
+// x [batch, tokens, hidden] through all layers. Its tokens follow `stop` cached ones and attend to `places` positions of each
+// layer's keys and values, into which they are written. Returns a 1-D tensor where x has no limbs or LOWBIT_CPU has changed since
+// a layer was prepared, and a 2-D tensor where tensors do not fit: the caller then runs the layers' modules, which compute it or
+// raise.
 Tensor decoder_steps(Tensor x, std::vector<Tensor> prepared, Tensor cos, Tensor sin, std::vector<Tensor> keys, std::vector<Tensor> values,
                      int64_t stop, int64_t places, std::optional<Tensor> mask) {
   const size_t count = prepared.size();
@@ -185,7 +185,7 @@ Tensor decoder_steps(Tensor x, std::vector<Tensor> prepared, Tensor cos, Tensor 
   }
   as_team(threads, [&](int64_t member) {
     for (const auto& step : steps) {
-      step->go(member);
+      step->run(member);
       if (!step->ok()) return;
     }
   });

@@ -1,4 +1,4 @@
-// lowbit_cpu::linear and the products by limbs: check what they are given and choose the instruction set.
+// lowbit_cpu::linear and the split-int8 operators: check arguments and choose the instruction set.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -12,7 +12,7 @@ using namespace lowbit::cpu;
 
 std::string best_instructions() { return instruction_set().name; }
 
-// Whether `split_int8_gemv` takes a format with these numbers on this processor.
+// Whether split_int8_gemv supports a format with these values [2^bits] on this processor.
 bool supports_split_int8(Tensor values, bool zero_points) {
   if (!instruction_set().steps) return false;
   Linear a = {};
@@ -23,7 +23,7 @@ bool supports_split_int8(Tensor values, bool zero_points) {
   return a.bits > 1 && to_byte_decoding(a, decoding, table) && sums_fit_int32(a, decoding, zero_points);
 }
 
-// The scale of all rows of x that a product of one limb may be given.
+// The static scale of x, allowed with one limb only.
 const float* checked_scale(const std::optional<Tensor>& input_scale, int limbs) {
   if (!input_scale) return nullptr;
   check_storage(*input_scale, "input_scale");
@@ -42,7 +42,7 @@ void check_x(const Tensor& x) {
   STD_TORCH_CHECK(x.dim() >= 1 && is_float(x), "x must be float32, bfloat16 or float16 [..., K] on the CPU");
 }
 
-// Rows of x that a product takes: any number with one limb.
+// Limits M, but with one limb.
 void check_rows(int64_t m, int limbs) {
   STD_TORCH_CHECK(m <= max_rows || limbs == 1, "x must have at most ", max_rows, " rows, got ", m);
 }
@@ -73,7 +73,8 @@ Tensor product(int limbs, Tensor x_any, Tensor packed, Tensor scale, std::option
   return product.y;
 }
 
-// The bytes of what a weight is multiplied with; none where part of it had to be copied, which somebody would have to keep.
+// The checked arguments of a weight as a byte tensor (PreparedCall); empty where part of the weight had to be copied, since
+// nobody would own the copy.
 Tensor split_int8_gemv_prepare(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
                        std::optional<Tensor> bias, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
                        int64_t limbs, std::optional<Tensor> input_scale, bool interleaved) {
@@ -106,7 +107,7 @@ Tensor split_int8_gemv_prepare(Tensor x, Tensor packed, Tensor scale, std::optio
   return bytes;
 }
 
-// A product whose weight split_int8_gemv_prepare has checked.
+// x times a weight that split_int8_gemv_prepare has checked.
 Tensor prepared_linear(Tensor x_any, Tensor prepared) {
   check_on_cpu(prepared, "prepared");
   const PreparedCall* const p = PreparedCall::of(prepared);
@@ -125,7 +126,7 @@ Tensor prepared_linear(Tensor x_any, Tensor prepared) {
   if (p->plan.kernels == instruction_set().steps) {
     options.plan = &p->plan, options.groups = p->steps();
     multiply(a, p->groups, x, product.y, options);
-  } else {  // LOWBIT_CPU has changed since
+  } else {  // LOWBIT_CPU has changed since then
     multiply_with_plan(a, p->groups, x, product.y, p->plan.count, options);
   }
   return product.y;

@@ -1,5 +1,5 @@
-// Products by limbs whose weight was checked before. Most of the time of a small product goes into asking a dozen arguments
-// what they are; a weight that stays where it is need be asked once.
+// Products with arguments that were checked before. Checking a dozen arguments dominates the time of a small product; a weight
+// that stays where it is needs it once.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -11,15 +11,15 @@
 
 namespace lowbit::cpu {
 
-// All that a product takes but x and y, as it lies in a tensor of bytes that whoever prepared it keeps, with the groups of the
-// plan's steps behind it. What its pointers are of lies outside and is kept by the same one.
+// All arguments but x and y, in a byte tensor that the caller keeps, followed by the plan's group table. The caller also keeps
+// the tensors that pointers refer to.
 struct PreparedCall {
-  uint64_t sign;   // tells such bytes from others, from those of another process, and from those that were written to since
-  int64_t bytes;   // with the groups
-  Linear a;        // but m, y and what may have changed
-  const float* outer;  // that and the scale of x are read in each call
+  uint64_t sign;   // checksum with a tag of the process: rejects other bytes, other processes and modified tensors
+  int64_t bytes;   // including the group table
+  Linear a;        // without m, y and values that may change
+  const float* outer;  // read in each call, like the scale of x
   const float* input_scale;
-  int64_t groups;  // of a row
+  int64_t groups;  // in a row
   ArrayView bias;
   SplitInt8Plan plan;
   uint16_t halves[256];
@@ -29,7 +29,7 @@ struct PreparedCall {
     return 0x6c6f776269740002 ^ reinterpret_cast<uintptr_t>(&here) << 16;
   }
 
-  // Those of a tensor, or none.
+  // The PreparedCall in a tensor, or null.
   static const PreparedCall* of(const torch::stable::Tensor& t) {
     if (!t.is_cpu() || t.scalar_type() != torch::headeronly::ScalarType::Byte || !t.is_contiguous()) return nullptr;
     const int64_t bytes = t.numel();
@@ -39,7 +39,7 @@ struct PreparedCall {
     return bytes % 4 == 0 && p->bytes == bytes && p->sign == checksum(data, bytes) ? p : nullptr;
   }
 
-  // Of so many bytes, the first eight aside. Four chains, since one of multiplications waits for each.
+  // Checksum of `bytes` bytes but the first eight. Four chains hide the latency of the multiplication.
   static uint64_t checksum(const void* data, int64_t bytes) {
     uint64_t chains[4] = {process_tag(), 1, 2, 3};
     const char* const from = static_cast<const char*>(data);
@@ -62,7 +62,7 @@ struct PreparedCall {
 
   const int32_t* steps() const { return reinterpret_cast<const int32_t*>(this + 1); }
 
-  // The weight as it is now.
+  // The weight with the values it has now.
   Linear weight() const {
     Linear now = a;
     if (a.halves) now.halves = halves;

@@ -1,4 +1,4 @@
-// lowbit_cpu::quantize and lowbit_cpu::dequantize: floats into codes and scales, and back.
+// lowbit_cpu::quantize and lowbit_cpu::dequantize.
 #include <torch/csrc/stable/library.h>
 
 #include <atomic>
@@ -12,7 +12,7 @@ namespace {
 
 using namespace lowbit::cpu;
 
-// Rows of the weight as numbers of the type of `out` [N, K].
+// Dequantizes a weight into out [N, K].
 void dequantize_rows(Tensor out, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer, Tensor values,
            std::optional<Tensor> scale_values, int64_t group_size, std::string instructions, bool interleaved) {
   check_on_cpu(out, "out");
@@ -31,7 +31,7 @@ void dequantize_rows(Tensor out, Tensor packed, Tensor scale, std::optional<Tens
   });
 }
 
-// Codes and scales of w [N, K] into tensors that are there; false where the weight or a scale is no number to be stored.
+// Quantizes w [N, K] into the given tensors; false where a weight or a scale cannot be represented.
 bool quantize(Tensor w_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, int64_t bits, int64_t group_size, double low,
               double high, double largest, std::optional<double> reach, std::string instructions) {
   check_on_cpu(w_any, "w"), check_on_cpu(packed, "packed"), check_on_cpu(scale, "scale"), check_on_cpu(zero, "zero_point");

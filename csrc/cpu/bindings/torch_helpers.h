@@ -1,5 +1,4 @@
-// What a binding asks of torch in each call, in the quickest ways that the stable ABI has: a question through torch's dispatcher
-// takes as long as a small layer.
+// Queries to torch in the cheapest ways of its stable ABI: a query through the dispatcher takes as long as a small layer.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -17,7 +16,7 @@ namespace lowbit::cpu {
 using lowbit::check_storage;
 using lowbit::max_dim_size;
 
-// Raises where `t` is not on the CPU, or does not hold what its sizes say.
+// Raises unless `t` is on the CPU and its storage holds what its sizes say.
 inline void check_on_cpu(const torch::stable::Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU");
   check_storage(t, name);
@@ -26,12 +25,12 @@ inline void check_on_cpu(const std::optional<torch::stable::Tensor>& t, const ch
   if (t) check_on_cpu(*t, name);
 }
 
-// The tensor itself, or a copy without gaps.
+// `t`, or a contiguous copy.
 inline torch::stable::Tensor dense(const torch::stable::Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
 
-// What x [..., K] times a weight of n rows is written to, and how many rows of x there are.
+// Output tensor and M of x [..., K] times a weight of n rows.
 struct Product {
   int64_t m = 1;
   torch::stable::Tensor y;
@@ -40,7 +39,7 @@ struct Product {
 
  private:
   static AtenTensorHandle make(const torch::stable::Tensor& x, int64_t n, int64_t& m) {
-    constexpr int64_t max_inline_dims = 4;  // dimensions, beyond which there is memory to be asked for
+    constexpr int64_t max_inline_dims = 4;  // more dimensions need an allocation
     const auto of_x = x.sizes();
     const int64_t dimensions = static_cast<int64_t>(of_x.size());
     int64_t temp[2 * max_inline_dims];

@@ -1,4 +1,4 @@
-// A weight as a call gives it, checked: codes, scales, zero points and the numbers they stand for.
+// A weight as a call passes it, checked: codes, scales, zero points and the values of the format.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -43,7 +43,7 @@ inline bool is_float(const Tensor& t) {
   return t.scalar_type() == ScalarType::Float || t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Half;
 }
 
-// Rows may lie apart (a slice of a weight), the elements of a row may not.
+// `t` with contiguous rows; rows may be apart (a slice of a weight).
 inline Tensor with_dense_rows(const Tensor& t) {
   const int64_t last = t.dim() - 1;
   return last < 0 || t.numel() == 0 || t.stride(last) == 1 || t.size(last) == 1 ? t : torch::stable::contiguous(t);
@@ -54,7 +54,7 @@ inline void check_weight_matrix(const Tensor& t, const char* name, int64_t rows,
                   ", ", columns, "]");
 }
 
-// Bits of the codes that stand for these numbers.
+// Bits of the codes, from values [2^bits].
 inline int bits_of(const Tensor& values) {
   check_on_cpu(values, "values");
   STD_TORCH_CHECK(values.scalar_type() == ScalarType::Float && values.dim() == 1 && values.is_contiguous(),
@@ -65,13 +65,13 @@ inline int bits_of(const Tensor& values) {
   return bits;
 }
 
-// Columns of a group in rows of `k`, no more than those.
+// Group size in columns, at most k.
 inline int64_t group_of(int64_t group_size, int64_t k) {
   STD_TORCH_CHECK(group_size == -1 || group_size >= 1, "group_size must be -1 or at least 1, got ", group_size);
   return std::max<int64_t>(group_size == -1 ? k : std::min(group_size, k), 1);
 }
 
-// Fills `halves` with the numbers; false where one of them is no 16-bit float.
+// Fills halves [256]; false where a value is not a 16-bit float.
 inline bool to_half_table(const float* values, int bits, uint16_t* halves) {
   for (int code = 0; code < 1 << bits; code++) {
     const c10::Half half = static_cast<c10::Half>(values[code]);
@@ -81,7 +81,7 @@ inline bool to_half_table(const float* values, int bits, uint16_t* halves) {
   return true;
 }
 
-// Whether codes are 16-bit floats without some bits.
+// Whether the format is IEEE half without some bits.
 inline bool to_truncated_half(const Linear& a, TruncatedHalf& truncated, float& unit) {
   struct Known {
     int bits;
@@ -107,7 +107,7 @@ inline bool to_truncated_half(const Linear& a, TruncatedHalf& truncated, float& 
   return false;
 }
 
-// How codes become numbers; fills `halves` where it takes them.
+// Chooses how codes become values; fills `halves` where that needs it.
 inline Codes codes_of(Linear& a, uint16_t* halves) {
   bool finite = true;
   for (int code = 0; code < 1 << a.bits; code++) finite = finite && std::isfinite(a.values[code]);
@@ -124,14 +124,14 @@ inline Codes codes_of(Linear& a, uint16_t* halves) {
   return to_half_table(a.values, a.bits, halves) ? Codes::halves : Codes::table;
 }
 
-// A weight as it was given, checked: what its numbers point into stays alive with it.
+// A checked weight, which keeps the tensors that its pointers refer to alive.
 struct Weight {
   Linear a = {};
   int64_t groups = 0;
   uint16_t halves[256] = {};
   Tensor packed, scale, zero;
   const float* outer_ptr = nullptr;
-  bool is_uncopied;  // nothing was copied
+  bool is_uncopied;  // no tensor had to be copied
 
   Weight(const Tensor& packed_any, const Tensor& scale_any, const std::optional<Tensor>& zero_any, const std::optional<Tensor>& outer,
          const Tensor& values, const std::optional<Tensor>& scale_values, int64_t group_size, int64_t k, bool interleaved)
@@ -201,7 +201,7 @@ inline Tensor checked_bias(const Tensor& bias, int64_t n) {
   return dense(bias);
 }
 
-// The bias, or zeros: y [m, n] of a weight without columns.
+// y [m, n] of a weight with K = 0: the bias, or zeros.
 inline void finish_without_columns(const Linear& weight, const ArrayView* bias, const Tensor& y) {
   const Dtype type = view_of(y, "y").dtype;
   const int64_t bytes = type == Dtype::float32 ? 4 : 2;

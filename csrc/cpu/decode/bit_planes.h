@@ -1,4 +1,4 @@
-// Planes of a row, a step of `size` bytes of the widest one at a time, whichever instruction set reads them.
+// Bit planes of a row, read in steps of `size` bytes of the widest plane (the packing: csrc/decode.h).
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 namespace lowbit::cpu {
 namespace {
 
-// Where the planes of a row begin.
+// Pointers to the planes of a row.
 template <int bits, int size>
 struct Planes {
   static constexpr int count = bits == 7 ? 3 : (bits & (bits - 1)) ? 2 : 1;
@@ -15,7 +15,7 @@ struct Planes {
     return plane == 0 ? (bits & 8 ? 8 : bits & 4 ? 4 : bits & 2 ? 2 : 1) : plane == 1 && (bits & 6) == 6 ? 2 : 1;
   }
   static constexpr int fields = 8 / width(0);
-  static constexpr int64_t bytes(int plane) { return size * width(plane) / width(0); }  // of a step
+  static constexpr int64_t bytes(int plane) { return size * width(plane) / width(0); }  // bytes of a step in `plane`
   static constexpr int64_t bytes_per_step = size * bits / width(0);                      // in all planes
   const uint8_t* at[count];
   Planes() = default;
@@ -24,7 +24,7 @@ struct Planes {
   }
 };
 
-// A step that is no whole one, with zeros behind the end of the row.
+// A copy of a row's last, partial step, padded with zeros, so that vector loads stay within the row.
 template <int bits, int size>
 struct LastStep {
   uint8_t bytes[Planes<bits, size>::count][size];

@@ -1,4 +1,4 @@
-// Rows of an interleaved weight as canonical ones, a block at a time, for kernels that know no others.
+// Converts interleaved rows back to canonical ones, a block of 32 rows at a time, for kernels that only read canonical rows.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,14 @@
 namespace lowbit::cpu {
 namespace {
 
-// A word's bytes, one of every two.
+// Spreads the four bytes of a word to the even bytes of eight.
 inline uint64_t spread_bytes(uint32_t word) {
   uint64_t bytes = word;
   bytes = (bytes | bytes << 16) & 0x0000ffff0000ffff;
   return (bytes | bytes << 8) & 0x00ff00ff00ff00ff;
 }
 
-// The bytes of `count` words in turn: 1, 2 or 4.
+// Interleaves the bytes of `count` words (1, 2 or 4): byte 0 of each, then byte 1 of each ...
 template <int count>
 inline void store_words(const uint32_t* words, uint8_t* to) {
   if constexpr (count == 1) {
@@ -38,9 +38,9 @@ inline void store_words(const uint32_t* words, uint8_t* to) {
   }
 }
 
-constexpr int64_t units_per_pass = 16;  // which stay in the first-level cache until all rows have theirs
+constexpr int64_t units_per_pass = 16;  // units whose output rows stay in the L1 cache during a pass
 
-// Units first .. first + count - 1 of a row.
+// Units [first, first + count) of one row.
 template <int bits, int plane = 0>
 inline void deinterleave_planes(const uint8_t* block, int64_t units, int64_t first, int64_t count, int64_t row, uint8_t* to) {
   using U = Unit<bits>;
@@ -58,7 +58,7 @@ inline void deinterleave_planes(const uint8_t* block, int64_t units, int64_t fir
 }
 
 #if defined(__AVX512BW__)
-// Sixteen words of sixteen rows, as sixteen rows of as many words.
+// Transposes a 16 x 16 matrix of 32-bit words in registers.
 inline void transpose(__m512i (&of)[16]) {
   __m512i temp[16];
   for (int i = 0; i < 16; i += 2) temp[i] = _mm512_unpacklo_epi32(of[i], of[i + 1]), temp[i + 1] = _mm512_unpackhi_epi32(of[i], of[i + 1]);
@@ -76,7 +76,7 @@ inline void transpose(__m512i (&of)[16]) {
   for (int i = 0; i < 16; i++) of[i] = temp[i];
 }
 
-// The bytes of `count` words of sixteen units in turn.
+// Interleaves the bytes of `count` words of sixteen units of a row.
 template <int count>
 inline void store_words(const __m512i (*words)[16], int row, uint8_t* to) {
   if constexpr (count == 1) {
@@ -103,7 +103,7 @@ inline void store_words(const __m512i (*words)[16], int row, uint8_t* to) {
   }
 }
 
-// Units first .. first + 15 of all rows.
+// Units [first, first + 16) of all 32 rows.
 template <int bits, int plane = 0>
 inline void deinterleave_tile(const uint8_t* block, int64_t units, int64_t first, int64_t stride, uint8_t* to) {
   using U = Unit<bits>;
@@ -153,17 +153,17 @@ inline void deinterleave_block(int bits, const uint8_t* block, int64_t units, in
 
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : dtype == Dtype::bytes ? 1 : 2; }
 
-// What was turned in blocks of rows, [G, 32], as [32, G].
+// Transposes [G, 32] to [32, G].
 template <typename Number>
 void transpose_back(const Number* from, int64_t groups, Number* to) {
   for (int64_t r = 0; r < rows_per_block; r++)
     for (int64_t g = 0; g < groups; g++) to[r * groups + g] = from[g * rows_per_block + r];
 }
 
-// Some rows, from block to block.
+// Buffer of `blocks` blocks of 32 rows in canonical order.
 class CanonicalRows {
  public:
-  // `blocks`: as many as are held at once.
+  // `blocks`: capacity in blocks of 32 rows.
   CanonicalRows(const Linear& a, int64_t blocks) : from_(a), block_(a) {
     groups_ = (a.k + a.group - 1) / a.group;
     const int64_t rows = blocks * rows_per_block;
@@ -173,7 +173,7 @@ class CanonicalRows {
     if (a.zero_point.data) zero_.reset(new uint8_t[rows * groups_ * size_of(a.zero_point.dtype)]);
     block_.interleaved = false;
   }
-  // The block that `row` is in becomes the one that is held at `place`.
+  // Converts the block that contains `row` into slot `place` of the buffer.
   void restore(int64_t row, int64_t place = 0) {
     const int64_t first = row / rows_per_block * rows_per_block, at = place * rows_per_block;
     deinterleave_block(from_.bits, from_.packed + first * from_.packed_stride, from_.k / columns_per_unit(from_.bits), block_.packed_stride,
@@ -181,18 +181,18 @@ class CanonicalRows {
     transpose(from_.scale, first, scale_.get(), at);
     if (from_.zero_point.data) transpose(from_.zero_point, first, zero_.get(), at);
   }
-  // A weight whose rows, counted from that of the first block held on, are those that were restored. The first is `row`.
+  // The weight with pointers into the buffer, shifted so that row index `row` addresses the first row of slot 0.
   Linear from(int64_t row) const {
     Linear rows = block_;
-    const auto behind = [row](const void* data, int64_t stride) { return reinterpret_cast<uintptr_t>(data) - row * stride; };
-    rows.packed = reinterpret_cast<const uint8_t*>(behind(packed_.get(), block_.packed_stride));
-    rows.scale.data = reinterpret_cast<const void*>(behind(scale_.get(), groups_ * size_of(from_.scale.dtype)));
-    if (zero_) rows.zero_point.data = reinterpret_cast<const void*>(behind(zero_.get(), groups_ * size_of(from_.zero_point.dtype)));
+    const auto shifted_back = [row](const void* data, int64_t stride) { return reinterpret_cast<uintptr_t>(data) - row * stride; };
+    rows.packed = reinterpret_cast<const uint8_t*>(shifted_back(packed_.get(), block_.packed_stride));
+    rows.scale.data = reinterpret_cast<const void*>(shifted_back(scale_.get(), groups_ * size_of(from_.scale.dtype)));
+    if (zero_) rows.zero_point.data = reinterpret_cast<const void*>(shifted_back(zero_.get(), groups_ * size_of(from_.zero_point.dtype)));
     return rows;
   }
 
  private:
-  // Whole lines, an odd number of them: of 32 rows a power of two apart few would stay in the first-level cache.
+  // An odd number of whole cache lines: rows a power of two apart would map to few sets of the L1 cache.
   static int64_t padded_row_bytes(int64_t bytes) { return (bytes + 63) / 64 * 64 | 64; }
   void transpose(const ArrayView& of, int64_t first, uint8_t* all, int64_t at) const {
     const int64_t size = size_of(of.dtype), count = groups_ * size;
@@ -208,7 +208,7 @@ class CanonicalRows {
   std::unique_ptr<uint8_t[]> packed_, scale_, zero_;
 };
 
-// `body(weight, begin, end)` for rows begin .. end - 1 in order, where the weight is one whose rows are canonical.
+// Calls `body(weight, begin, end)` in order for parts of rows [begin, end), where `weight` has canonical rows.
 template <typename Body>
 void for_canonical_rows(const Linear& a, int64_t begin, int64_t end, const Body& body) {
   if (!a.interleaved) return body(a, begin, end);

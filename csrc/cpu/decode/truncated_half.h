@@ -1,5 +1,5 @@
-// Codes that are 16-bit floats without some bits (eight of e4m3 and e5m2, six of e3m2) as floats, for whichever instruction set
-// this file is compiled for.
+// Decodes formats that are IEEE half without some bits (e4m3, e5m2, e3m2): shift the code into place and convert with F16C or
+// AVX-512.
 #pragma once
 
 #include "unpack_codes.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Thirty-two of them, without the power of two that they count.
+// Decodes 32 codes, without the power of two that the format's exponent bias differs by.
 template <int bits>
 inline void truncated_to_float(const lowbit::cpu::TruncatedHalf& truncated, CodeBytes codes, F32x16& w0, F32x16& w1) {
 #if defined(__AVX512BW__)

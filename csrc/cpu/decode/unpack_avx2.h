@@ -1,4 +1,4 @@
-// Steps of a weight's rows with AVX2: 32 bytes of the widest plane at a time, as codes, and the scales beside them.
+// Unpacks steps of a row with AVX2 (32 bytes of the widest plane) into codes as bytes, and loads scales and zero points.
 #pragma once
 
 #include <immintrin.h>
@@ -24,7 +24,7 @@ inline __m256i bytes32(const void* p) { return _mm256_loadu_si256(static_cast<co
 inline __m128i bytes16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline __m256i broadcast_u8(int byte) { return _mm256_set1_epi8(static_cast<char>(byte)); }
 
-// The bytes of a narrower plane, of which each belongs to two or four of the widest one's, as one byte for each of those.
+// Spreads the bytes of a narrower plane: one byte for each of the 2 or 4 bytes of the widest plane that it belongs to.
 template <int64_t bytes>
 inline __m256i spread(const uint8_t* p) {
   if constexpr (bytes == 16) {
@@ -38,8 +38,8 @@ inline __m256i spread(const uint8_t* p) {
   }
 }
 
-// Codes of `bits` bits as they are, or through so many tables of sixteen: those of all codes, or of half of them where the other
-// half has the same numbers with a minus.
+// Codes as bytes, directly or through `tables` pshufb tables of 16 entries: all of a table, or half of it where the other half is
+// its mirror image.
 template <int bits, int tables>
 struct CodeUnpacker {
   using P = Planes<bits>;
@@ -47,9 +47,9 @@ struct CodeUnpacker {
   static constexpr bool mirrored = tables && bits > 4 && tables < 1 << (bits - 4);
   __m256i flipped;
   __m256i table[tables ? tables : 1];
-  __m256i twice;                // twice the offset: a byte and its mirror image
-  __m256i of_two[2];    // of three bits: where the upper bits of the even fields go to, and those of the odd ones
-  __m256i above[F][2];  // what the bits of the narrower planes add to a code
+  __m256i twice;                // twice the offset: byte and mirror image add up to it
+  __m256i of_two[2];    // 3 bits: where the high bits go, for even and for odd fields
+  __m256i above[F][2];  // contribution of the narrower planes to a code
   explicit CodeUnpacker(const ByteDecoding& decoding) {
     flipped = broadcast_u8(decoding.flipped * (255 / ((1 << P::width(0)) - 1)));
     twice = broadcast_u8(2 * decoding.offset);
@@ -72,8 +72,8 @@ struct CodeUnpacker {
       }
   }
 
-  // The number of each code of one field, of `count` tables from `first` on: four bits look up, those of the narrower plane choose,
-  // moved to the top of their byte (`at_top`).
+  // Looks up the codes of one field in tables [first, first + count): the low four bits index, and bits of the narrower plane,
+  // shifted to the top of their byte, select among tables.
   template <int field, int first, int count>
   __m256i found(__m256i nibbles, __m256i narrower) const {
     if constexpr (count == 1) {
@@ -106,19 +106,20 @@ struct CodeUnpacker {
     }
   }
 
-  // The upper bits of four codes, spread to two of them in a byte: one shift for two fields.
-  void extract_3bit(__m256i lower, __m256i fours, __m256i* bytes) const {
-    const __m256i nibble = broadcast_u8(15), twos = broadcast_u8(0x33);  // the fourth bit is none
-    const auto both = [&](__m256i low, __m256i spread) {
-      return _mm256_or_si256(_mm256_and_si256(low, twos), _mm256_shuffle_epi8(spread, fours));
+  // 3 bits: the high bits of four codes are looked up as a byte that holds two of them in place, so that two fields share one
+  // shift.
+  void extract_3bit(__m256i lower, __m256i high_bits, __m256i* bytes) const {
+    const __m256i nibble = broadcast_u8(15), mask_33 = broadcast_u8(0x33);  // 15: bit 3 is 0 anyway
+    const auto merge_planes = [&](__m256i low, __m256i spread) {
+      return _mm256_or_si256(_mm256_and_si256(low, mask_33), _mm256_shuffle_epi8(spread, high_bits));
     };
-    const __m256i even = both(lower, of_two[0]), odd = both(_mm256_srli_epi16(lower, 2), of_two[1]);
+    const __m256i even = merge_planes(lower, of_two[0]), odd = merge_planes(_mm256_srli_epi16(lower, 2), of_two[1]);
     bytes[0] = _mm256_and_si256(even, nibble), bytes[2] = _mm256_and_si256(_mm256_srli_epi16(even, 4), nibble);
     bytes[1] = _mm256_and_si256(odd, nibble), bytes[3] = _mm256_and_si256(_mm256_srli_epi16(odd, 4), nibble);
   }
 
-  // The bytes of a step, field by field; of eight bits the even ones and the odd ones as words. `at`: the step in each plane of a
-  // row, from which this one is so many bytes away. `flips`: codes may have a sign.
+  // The codes of a step as bytes, field by field; 8 bits: the even and the odd bytes as int16. `at`: the step in each plane of
+  // the first row; `row`: offset of this row in bytes. `flips`: codes may be signed.
   template <bool flips = true>
   __attribute__((always_inline)) void unpack(const uint8_t* const* at, int64_t row, __m256i* bytes) const {
     __m256i narrower[2];
@@ -126,14 +127,14 @@ struct CodeUnpacker {
     unpack<flips>(bytes32(at[0] + row), narrower, bytes);
   }
 
-  // The same in two parts: what the narrower planes hold, and this with the widest one.
+  // The same in two parts, so that the narrower planes of several rows can be loaded first.
   __attribute__((always_inline)) static void load_narrower_planes(const uint8_t* const* at, int64_t row, __m256i* narrower) {
     if constexpr (P::count > 1) narrower[0] = spread<P::bytes(1)>(at[1] + row);
     if constexpr (P::count > 2) narrower[1] = spread<P::bytes(2)>(at[2] + row);
   }
   template <bool flips>
   __attribute__((always_inline)) void unpack(__m256i widest, const __m256i* narrower, __m256i* bytes) const {
-    asm("" : "+x"(widest));  // read once: a load takes as long as a product
+    asm("" : "+x"(widest));  // keeps the value in a register: a second load would cost as much as the product
     if constexpr (P::count == 1 && !tables && flips) widest = _mm256_xor_si256(widest, flipped);
     if constexpr (bits == 8) {
       bytes[0] = _mm256_and_si256(widest, _mm256_set1_epi16(255));
@@ -146,12 +147,12 @@ struct CodeUnpacker {
   }
 };
 
-constexpr int small_table_max = 31;  // bytes of a table that come together in 16 bits four at a time
+constexpr int small_table_max = 31;  // largest table entry for which four pair sums fit in int16
 
-// The sums of the lanes that lie in either half.
+// Sums the two 128-bit halves.
 inline __m128 sums_of(__m256 v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
 
-// The sums of the lanes of four registers.
+// Sums the lanes of four registers.
 inline __m128 sums_of(const __m256* of) {
   return sums_of(_mm256_hadd_ps(_mm256_hadd_ps(of[0], of[1]), _mm256_hadd_ps(of[2], of[3])));
 }
@@ -162,7 +163,7 @@ inline float sum_of(__m256 v) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-// Whether bytes are powers of two as e8m0 has them: a float's exponent, the last one NaN.
+// Whether the scale format is e8m0: byte i has the value 2^(i - 127), 255 is NaN.
 inline bool are_exponents(const float* table) {
   for (int i = 0; i < 255; i++) {
     const uint32_t expected = i ? static_cast<uint32_t>(i) << 23 : 1u << 22;
@@ -171,7 +172,7 @@ inline bool are_exponents(const float* table) {
   return table[255] != table[255];
 }
 
-// Eight numbers from element i on. `exponents`: bytes are powers of two.
+// Loads eight values from element i on. `exponents`: bytes are e8m0.
 inline __m256 load_floats(const ArrayView& numbers, bool exponents, int64_t i) {
   const auto halves = [&] { return bytes16(static_cast<const uint16_t*>(numbers.data) + i); };
   switch (numbers.dtype) {
@@ -189,7 +190,7 @@ inline __m256 load_floats(const ArrayView& numbers, bool exponents, int64_t i) {
   return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(bytes, 23), lower));
 }
 
-// The same of `count` numbers, and zeros behind them.
+// Loads `count` values, padded with zeros.
 inline __m256 load_floats(const ArrayView& numbers, bool exponents, int64_t i, int64_t count) {
   if (count >= 8) return load_floats(numbers, exponents, i);
   alignas(32) float temp[8] = {};
@@ -197,7 +198,7 @@ inline __m256 load_floats(const ArrayView& numbers, bool exponents, int64_t i, i
   return _mm256_load_ps(temp);
 }
 
-// Scales of a row times `unit` from group `first` on, and zeros for the lanes behind the end of a row.
+// Loads the scales of a row for groups [first, first + count), times `unit`; zeros up to a full register behind them.
 inline void load_scales(const Linear& a, bool exponents, int64_t row, int64_t first, int64_t count, float unit, float* to) {
   const int64_t at = row * a.scale.stride + first;
   for (int64_t i = 0; i < count; i += 8)
@@ -205,25 +206,25 @@ inline void load_scales(const Linear& a, bool exponents, int64_t row, int64_t fi
   _mm256_storeu_ps(to + count, _mm256_setzero_ps());
 }
 
-// Numbers of four rows, eight of each, as four of a group and those of the next one.
+// Transposes four rows of eight values to [8, 4]: the four values of a group side by side.
 inline void store_quads(const __m256* row, float* to) {
   const __m256 ab = _mm256_unpacklo_ps(row[0], row[1]), cd = _mm256_unpacklo_ps(row[2], row[3]);
   const __m256 above_ab = _mm256_unpackhi_ps(row[0], row[1]), above_cd = _mm256_unpackhi_ps(row[2], row[3]);
-  // Each holds a group of the first four and one of the others.
+  // a: groups 0 and 4, b: groups 1 and 5
   const __m256 a = _mm256_shuffle_ps(ab, cd, 0x44), b = _mm256_shuffle_ps(ab, cd, 0xee);
   const __m256 c = _mm256_shuffle_ps(above_ab, above_cd, 0x44), d = _mm256_shuffle_ps(above_ab, above_cd, 0xee);
   _mm256_storeu_ps(to, _mm256_permute2f128_ps(a, b, 0x20)), _mm256_storeu_ps(to + 8, _mm256_permute2f128_ps(c, d, 0x20));
   _mm256_storeu_ps(to + 16, _mm256_permute2f128_ps(a, b, 0x31)), _mm256_storeu_ps(to + 24, _mm256_permute2f128_ps(c, d, 0x31));
 }
 
-// Scales of four rows, `next` rows apart, times `unit` from group `first` on, in fours, and zeros behind them: as many as make a
-// multiple of eight groups and one group more.
+// Loads the scales of four rows, `next` rows apart, times `unit`, as [groups, 4]; zeros up to a multiple of eight groups, plus
+// one group.
 inline void load_scales_quads(const Linear& a, bool exponents, int64_t row, int64_t next, int64_t first, int64_t count,
                                  float unit, float* to) {
   const int64_t at = row * a.scale.stride + first, stride = next * a.scale.stride;
   const __m256 times = _mm256_set1_ps(unit);
   int64_t i = 0;
-  if (a.scale.dtype == Dtype::bfloat16)  // the usual ones, with fewer instructions
+  if (a.scale.dtype == Dtype::bfloat16)  // most scales are bfloat16: fewer instructions
     for (; i + 8 <= count; i += 8, to += 32) {
       const uint16_t* const p = static_cast<const uint16_t*>(a.scale.data) + at + i;
       const auto halves = [&](int64_t r) { return bytes16(p + r * stride); };
@@ -244,7 +245,7 @@ inline void load_scales_quads(const Linear& a, bool exponents, int64_t row, int6
   _mm_storeu_ps(to, _mm_setzero_ps());
 }
 
-// Eight bytes, or so many and zeros behind them.
+// Loads eight bytes, or `count` of them padded with zeros.
 inline __m128i eight_bytes(const uint8_t* p, int64_t count) {
   if (count >= 8) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   uint64_t temp = 0;
@@ -252,7 +253,7 @@ inline __m128i eight_bytes(const uint8_t* p, int64_t count) {
   return _mm_cvtsi64_si128(static_cast<int64_t>(temp));
 }
 
-// The same of zero points with a minus, as integers; the largest of them.
+// Loads minus the zero points of four rows as int32 [groups, 4]; returns the largest.
 inline __m128i load_zeros_quads(const Linear& a, int64_t row, int64_t next, int64_t first, int64_t count, float* to) {
   const int64_t stride = next * a.zero_point.stride;
   const uint8_t* const zeros = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
@@ -272,7 +273,7 @@ inline __m128i load_zeros_quads(const Linear& a, int64_t row, int64_t next, int6
   return maximum;
 }
 
-// Zero points with a minus, as floats or as integers; the largest of them.
+// Loads minus the zero points of a row, as floats or as int32; returns the largest.
 inline __m128i load_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
   const uint8_t* const zeros = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
   __m128i maximum = _mm_setzero_si128();

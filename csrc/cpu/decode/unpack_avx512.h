@@ -1,4 +1,5 @@
-// Steps of a weight's rows with AVX-512 and VBMI: 64 bytes of the widest plane at a time, as codes, and the scales beside them.
+// Unpacks steps of a row with AVX-512 and VBMI (64 bytes of the widest plane) into codes as bytes, and loads scales and zero
+// points.
 #pragma once
 
 #include <immintrin.h>
@@ -17,7 +18,7 @@ inline __m128i bytes16(const void* p) { return _mm_loadu_si128(static_cast<const
 inline __m256i bytes32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline __m512i broadcast_u8(int byte) { return _mm512_set1_epi8(static_cast<char>(byte)); }
 
-// Sixteen numbers from element i on, of which `mask` are read; the others are 0.
+// Loads sixteen values from element i on where `mask` is set; 0 elsewhere.
 inline __m512 load_floats(const ArrayView& numbers, int64_t i, __mmask16 mask) {
   switch (numbers.dtype) {
     case Dtype::float32: return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(numbers.data) + i);
@@ -32,9 +33,10 @@ inline __m512 load_floats(const ArrayView& numbers, int64_t i, __mmask16 mask) {
   return numbers.table ? _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, bytes, numbers.table, 4) : _mm512_cvtepi32_ps(bytes);
 }
 
-// Scales of a byte whose numbers have no more than eight leading bits: the upper halves of a table of 256 in eight registers.
+// Decodes scales stored as bytes (e4m3, e8m0) whose values fit in bfloat16: the upper halves of the table's 256 floats, in eight
+// registers.
 struct ByteScales {
-  bool short_numbers = true, exponents = true;  // exponents: bytes are powers of two as e8m0 has them, the last one NaN
+  bool short_numbers = true, exponents = true;  // short_numbers: values fit in bfloat16; exponents: e8m0
   uint16_t high[256];
   explicit ByteScales(const ArrayView& scale) {
     if (scale.dtype != Dtype::bytes || !scale.table) return;
@@ -46,13 +48,13 @@ struct ByteScales {
       exponents = exponents && (i == 255 ? scale.table[i] != scale.table[i] : bits == (i ? static_cast<uint32_t>(i) << 23 : 1u << 22));
     }
   }
-  // Thirty-two of them.
+  // Decodes 32 scales.
   void operator()(__m256i bytes, __m512& first, __m512& second) const {
     if (exponents) {
       const auto powers = [](__m128i temp) {
         const __m512i wide = _mm512_cvtepu8_epi32(temp);
         const __mmask16 usual = _mm512_cmple_epu32_mask(_mm512_sub_epi32(wide, _mm512_set1_epi32(1)), _mm512_set1_epi32(253));
-        const __m512i lower = _mm512_maskz_set1_epi32(_knot_mask16(usual), 1 << 22);  // of 2^-127 and of NaN
+        const __m512i lower = _mm512_maskz_set1_epi32(_knot_mask16(usual), 1 << 22);  // 2^-127 is subnormal, 255 is NaN
         return _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(wide, 23), lower));
       };
       first = powers(_mm256_castsi256_si128(bytes)), second = powers(_mm256_extracti128_si256(bytes, 1));
@@ -70,7 +72,7 @@ struct ByteScales {
   }
 };
 
-// count numbers, sixteen at a time, each sixteen of them from element i on as `at(i, mask)` gives them.
+// Writes `count` values to `to`, sixteen at a time, as `at(i, mask)` gives them.
 template <class At>
 inline void fill(int64_t count, float* to, const At& at) {
   int64_t i = 0;
@@ -78,11 +80,11 @@ inline void fill(int64_t count, float* to, const At& at) {
   if (i < count) _mm512_storeu_ps(to + i, at(i, static_cast<__mmask16>((1u << (count - i)) - 1)));
 }
 
-// Scales of a row times `unit` from group `first` on, and zero points with a minus; both may be written 31 further than count.
+// Loads the scales of a row for groups [first, first + count), times `unit`; may write 31 values more.
 inline void load_scales(const Linear& a, const ByteScales& byte_scales, int64_t row, int64_t first, int64_t count, float unit, float* to) {
   const __m512 times = _mm512_set1_ps(unit);
   const int64_t at = row * a.scale.stride + first;
-  if (a.scale.dtype == Dtype::bfloat16)  // the usual ones, without a look at the others for every sixteen
+  if (a.scale.dtype == Dtype::bfloat16)  // most scales are bfloat16: no type test in the loop
     return fill(count, to, [&](int64_t i, __mmask16 mask) {
       const __m256i halves = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(a.scale.data) + at + i);
       return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)), times);
@@ -100,7 +102,7 @@ inline void load_scales(const Linear& a, const ByteScales& byte_scales, int64_t 
   fill(count, to, [&](int64_t i, __mmask16 mask) { return _mm512_mul_ps(load_floats(a.scale, at + i, mask), times); });
 }
 
-// Bytes among which the largest of the zero points is.
+// Loads minus the zero points of a row, as floats or as int32; returns bytes whose maximum is the largest of them.
 inline __m512i load_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
   __m512i maximum = _mm512_setzero_si512();
   const uint8_t* bytes = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
@@ -113,8 +115,7 @@ inline __m512i load_zeros(const Linear& a, int64_t row, int64_t first, int64_t c
   return maximum;
 }
 
-// Where the numbers of four rows, sixteen of each behind each other, lie among those of sixteen groups, four of each; `stride_between`
-// places for each number.
+// Permutation from [4 rows, 16 groups] to [16 groups, 4 rows]; `stride_between`: bytes of an element.
 template <typename Place, int stride_between>
 struct QuadIndex {
   alignas(64) Place of[64 * stride_between];
@@ -123,7 +124,7 @@ struct QuadIndex {
   }
 };
 
-// Bytes of four rows behind each other, `next` bytes from row to row.
+// Loads sixteen bytes of each of four rows, `next` bytes apart.
 inline __m512i load_4_rows_u8(const uint8_t* p, int64_t next, __mmask16 mask) {
   __m512i rows = _mm512_zextsi128_si512(_mm_maskz_loadu_epi8(mask, p));
   rows = _mm512_inserti64x2(rows, _mm_maskz_loadu_epi8(mask, p + next), 1);
@@ -131,20 +132,20 @@ inline __m512i load_4_rows_u8(const uint8_t* p, int64_t next, __mmask16 mask) {
   return _mm512_inserti64x2(rows, _mm_maskz_loadu_epi8(mask, p + 3 * next), 3);
 }
 
-// Those in fours.
+// Transposes them to [16, 4].
 inline __m512i to_quads_u8(__m512i rows) {
   static constexpr QuadIndex<uint8_t, 1> place;
   return _mm512_permutexvar_epi8(_mm512_load_si512(place.of), rows);
 }
 
-// The same as integers of 32 bits, four groups in a register.
+// Transposes them to int32 [16, 4], four groups in a register.
 inline void to_quads_i32(__m512i rows, __m512i* to) {
   static constexpr QuadIndex<uint8_t, 4> place;
   constexpr __mmask64 lowest = 0x1111111111111111;
   for (int f = 0; f < 4; f++) to[f] = _mm512_maskz_permutexvar_epi8(lowest, _mm512_load_si512(place.of + 64 * f), rows);
 }
 
-// Floats whose upper halves lie `next` numbers from row to row, the lower ones 0; four groups in a register.
+// Loads sixteen bfloat16 of each of four rows, `next` apart, as floats [16, 4], four groups in a register.
 inline void to_quads_bf16(const uint16_t* p, int64_t next, __mmask16 mask, __m512* to) {
   static constexpr QuadIndex<uint16_t, 2> place;
   constexpr __mmask32 upper = 0xaaaaaaaa;
@@ -157,7 +158,7 @@ inline void to_quads_bf16(const uint16_t* p, int64_t next, __mmask16 mask, __m51
     to[f] = _mm512_castsi512_ps(_mm512_maskz_permutex2var_epi16(upper, first, _mm512_load_si512(place.of + 32 * f), last));
 }
 
-// The same of floats, a register of each row.
+// Transposes floats, a register for each row.
 inline void to_quads_f32(const __m512* row, __m512* to) {
   const auto pairs = [](__m512 a, __m512 b, auto upper) {
     const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
@@ -167,7 +168,7 @@ inline void to_quads_f32(const __m512* row, __m512* to) {
   constexpr std::true_type upper;
   const __m512 ab = _mm512_unpacklo_ps(row[0], row[1]), cd = _mm512_unpacklo_ps(row[2], row[3]);
   const __m512 above_ab = _mm512_unpackhi_ps(row[0], row[1]), above_cd = _mm512_unpackhi_ps(row[2], row[3]);
-  // Each holds every fourth group.
+  // each holds every fourth group
   const __m512 a = pairs(ab, cd, lower), b = pairs(ab, cd, upper);
   const __m512 c = pairs(above_ab, above_cd, lower), d = pairs(above_ab, above_cd, upper);
   const __m512 ab0 = _mm512_shuffle_f32x4(a, b, 0x44), ab1 = _mm512_shuffle_f32x4(a, b, 0xee);
@@ -178,8 +179,7 @@ inline void to_quads_f32(const __m512* row, __m512* to) {
 
 inline __mmask16 first_mask(int64_t count) { return static_cast<__mmask16>(count < 16 ? (1u << count) - 1 : ~0u); }
 
-// Scales of four rows, `next` rows apart, times `unit` from group `first` on: four of a group, then those of the next one. Up to
-// fifteen groups more than `count` may be written.
+// Loads the scales of four rows, `next` rows apart, times `unit`, as [groups, 4]; may write fifteen groups more.
 inline void load_scales_quads(const Linear& a, const ByteScales& byte_scales, int64_t row, int64_t next, int64_t first,
                                  int64_t count, float unit, float* to) {
   const __m512 times = _mm512_set1_ps(unit);
@@ -203,7 +203,7 @@ inline void load_scales_quads(const Linear& a, const ByteScales& byte_scales, in
   }
 }
 
-// The same of zero points, as integers; bytes among which the largest of them is.
+// Loads the zero points of four rows as int32 [groups, 4]; returns bytes whose maximum is the largest of them.
 inline __m512i load_zeros_quads(const Linear& a, int64_t row, int64_t next, int64_t first, int64_t count, float* to) {
   __m512i maximum = _mm512_setzero_si512();
   const int64_t stride = a.zero_point.stride;
@@ -223,8 +223,8 @@ using Planes = cpu::Planes<bits, 64>;
 template <int bits>
 using LastStep = cpu::LastStep<bits, 64>;
 
-// Bits of a narrower plane for field `field`, from bit `low` of their bytes on: a byte takes the eight bits from any place of
-// its quadword.
+// ORs the bits of a narrower plane into the codes of a field, at bit `low`: multishift takes the eight bits from any place of a
+// quadword.
 template <int width, int low, int fields, int field>
 inline __m512i of_plane(__m512i codes, __m512i quads) {
   uint64_t from = 0;
@@ -234,13 +234,13 @@ inline __m512i of_plane(__m512i codes, __m512i quads) {
 }
 
 template <int64_t bytes>
-inline __m512i quads_of(const uint8_t* p) {  // eight quadwords that hold an eighth of a plane's bytes each
+inline __m512i quads_of(const uint8_t* p) {  // eight quadwords, each with an eighth of the plane's bytes
   if constexpr (bytes == 64) return _mm512_loadu_si512(p);
   else if constexpr (bytes == 32) return _mm512_cvtepu32_epi64(bytes32(p));
   else return _mm512_cvtepu16_epi64(bytes16(p));
 }
 
-// The codes of a step, field by field. `masked`: bits above the code are 0.
+// The codes of a step, field by field. `masked`: bits above the code are cleared.
 template <int bits, bool masked, int field = 0>
 inline void extract_codes(__m512i widest, const __m512i* quads, __m512i* codes) {
   using P = Planes<bits>;

@@ -1,9 +1,9 @@
-// Thirty-two codes of a row as bytes, and those as two times sixteen floats, in the registers of whichever instruction set
+// Unpacks 32 codes of a canonical row into bytes, and converts them to two vectors of sixteen floats, for the instruction set
 // this file is compiled for.
 //
-// A plane of the canonical packing gives its fields in the order of the codes; a code is the sum of its planes. Integers become
-// floats as they are. Other numbers are 16-bit floats in a table that registers hold: 64 of them in two with AVX-512, byte by
-// byte in sixteens with AVX2.
+// Fields of a plane are in the order of the codes; a code is the OR of its planes. Integers are converted; other formats look up
+// 16-bit floats in registers: two registers for 64 codes with AVX-512; low and high bytes separately, 16 entries at a time, with
+// AVX2.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +23,7 @@ struct CodeBytes {
 
 inline __m128i bytes_of(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 
-// The fields of `width` bits from p on.
+// The 32 fields of `width` bits at p as bytes.
 template <int width>
 inline __m256i fields(const uint8_t* p) {
   if constexpr (width == 8) {
@@ -32,7 +32,7 @@ inline __m256i fields(const uint8_t* p) {
     const __m128i all = bytes_of(p), mask = _mm_set1_epi8(15);
     const __m128i even = _mm_and_si128(all, mask), odd = _mm_and_si128(_mm_srli_epi16(all, 4), mask);
     return _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
-  } else if constexpr (width == 2) {  // each byte four times, of which each keeps one field
+  } else if constexpr (width == 2) {  // repeats each byte four times and keeps one field of each
     int64_t eight;
     memcpy(&eight, p, 8);
     const __m256i four_times = _mm256_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6,
@@ -40,7 +40,7 @@ inline __m256i fields(const uint8_t* p) {
     const __m256i all = _mm256_shuffle_epi8(_mm256_set1_epi64x(eight), four_times);
     const auto field = [&](int i) { return _mm256_and_si256(_mm256_srli_epi16(all, 2 * i), _mm256_set1_epi32(3 << 8 * i)); };
     return _mm256_or_si256(_mm256_or_si256(field(0), field(1)), _mm256_or_si256(field(2), field(3)));
-  } else {  // each byte eight times, of which each keeps one bit
+  } else {  // repeats each byte eight times and keeps one bit of each
     uint32_t four;
     memcpy(&four, p, 4);
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -56,7 +56,7 @@ inline __m256i fields(const uint8_t* p) {
 }
 
 template <int by>
-inline __m256i shift_fields(__m256i fields) {  // no field reaches into the byte above
+inline __m256i shift_fields(__m256i fields) {  // no field crosses a byte
   return by ? _mm256_slli_epi16(fields, by) : fields;
 }
 
@@ -102,7 +102,7 @@ inline void integers(const CodeBytes& codes, int sign, F32x16& w0, F32x16& w1) {
 
 #endif
 
-// Codes first .. first + 31 of a row of n; `first` is a multiple of byte_aligned_codes(bits), and the row goes on that far.
+// Codes [first, first + 32) of a row of n codes; `first` is a multiple of byte_aligned_codes(bits), and the row is long enough.
 template <int bits>
 inline CodeBytes codes_from(const uint8_t* row, int64_t n, int64_t first) {
   constexpr int widest = bits & 8 ? 8 : bits & 4 ? 4 : bits & 2 ? 2 : 1, rest = bits - widest;
@@ -124,7 +124,7 @@ inline CodeBytes codes_from(const uint8_t* row, int64_t n, int64_t first) {
 
 #if defined(__AVX512BW__)
 
-// Thirty-two numbers of 16 bits that a compiler works out.
+// A compile-time table of 32 words.
 struct alignas(64) Words {
   uint16_t of[codes_per_load];
 };
@@ -136,16 +136,16 @@ constexpr Words words(Word word) {
 }
 inline __m512i load(const Words& all) { return _mm512_load_si512(all.of); }
 
-// The fields of `width` bits from p on as words, from bit `low` of each on; what is beside them is anything.
+// The 32 fields of `width` bits at p as 16-bit words, at bit `low`; other bits are undefined.
 template <int width, int low>
 inline __m512i word_fields(const uint8_t* p) {
   if constexpr (width == 8) {
     return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  } else if constexpr (width == 4) {  // a byte in the lower word of two, and its upper half in the upper one
+  } else if constexpr (width == 4) {  // the byte in the low word, its high nibble in the high word
     static_assert(low == 0);
     const __m512i bytes = _mm512_cvtepu8_epi32(bytes_of(p));
     return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
-  } else if constexpr (width == 2) {  // each byte as the upper one of four words
+  } else if constexpr (width == 2) {  // each byte in the upper half of four words
     static constexpr Words byte = words([](int i) { return i / 4 << 8 | 0x80; }), down = words([](int i) { return 8 - low + i % 4 * 2; });
     int64_t eight;
     memcpy(&eight, p, 8);
@@ -157,7 +157,7 @@ inline __m512i word_fields(const uint8_t* p) {
   }
 }
 
-// What codes_from gives, as words. `exact`: bits above the code are 0; else they are anything.
+// The codes of codes_from as 16-bit words. `exact`: bits above the code are 0, else undefined.
 template <int bits, bool exact = true>
 inline __m512i code_words(const uint8_t* row, int64_t n, int64_t first) {
   constexpr int widest = bits & 8 ? 8 : bits & 4 ? 4 : bits & 2 ? 2 : 1;
@@ -179,13 +179,13 @@ inline __m512i code_words(const uint8_t* row, int64_t n, int64_t first) {
 
 #endif
 
-// A table of 2^bits numbers.
+// Lookup of 2^bits 16-bit floats in registers.
 template <int bits>
 struct HalfTable {
 #if defined(__AVX512BW__)
   static constexpr int registers = bits <= 5 ? 1 : 1 << (bits - 5);
   __m512i table[registers];
-  explicit HalfTable(const uint16_t* halves) {  // of 256, whatever the width
+  explicit HalfTable(const uint16_t* halves) {  // [256]
     for (int i = 0; i < registers; i++) table[i] = _mm512_loadu_si512(halves + 32 * i);
   }
   void operator()(CodeBytes codes, F32x16& w0, F32x16& w1) const {
@@ -206,7 +206,7 @@ struct HalfTable {
   }
 #elif defined(__AVX2__)
   static constexpr int registers = bits <= 4 ? 1 : 1 << (bits - 4);
-  __m256i low[registers], high[registers];  // bytes of sixteen numbers, in either half
+  __m256i low[registers], high[registers];  // low and high bytes of 16 entries, in each 128-bit half
   explicit HalfTable(const uint16_t* halves) {
     alignas(16) uint8_t bytes[2][16];
     for (int i = 0; i < registers; i++) {
@@ -215,12 +215,12 @@ struct HalfTable {
       high[i] = _mm256_broadcastsi128_si256(bytes_of(bytes[1]));
     }
   }
-  // The byte of each code, of `count` registers from `first` on: the bits above the fourth choose among them.
+  // Looks codes up in registers [first, first + count): bits above the fourth select the register.
   template <int first, int count>
   static __m256i found(const __m256i* table, __m256i index, __m256i codes) {
     if constexpr (count == 1) {
       return _mm256_shuffle_epi8(table[first], index);
-    } else {  // the bit that chooses a half, moved to the top of its byte
+    } else {  // shift that moves the selecting bit to the top of its byte
       constexpr int up = count == 2 ? 3 : count == 4 ? 2 : count == 8 ? 1 : 0;
       return _mm256_blendv_epi8(found<first, count / 2>(table, index, codes), found<first + count / 2, count / 2>(table, index, codes),
                                 shift_fields<up>(codes));

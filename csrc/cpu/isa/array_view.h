@@ -1,4 +1,4 @@
-// Scales, zero points and x one by one, for whichever instruction set this file is compiled for.
+// Access to single scales, zero points and elements of x, for the instruction set this file is compiled for.
 #pragma once
 
 #include "../kernels/linear.h"
@@ -38,7 +38,7 @@ inline float zero_of(const Linear& a, int64_t row, int64_t g) {
   return a.zero_point.data ? load_float(a.zero_point, row * a.zero_point.stride + g) : 0.0f;
 }
 
-// Rounded to nearest even.
+// Rounds to nearest even.
 inline uint16_t to_bfloat16(float number) {
   uint32_t bits;
   memcpy(&bits, &number, 4);
@@ -55,8 +55,8 @@ inline uint16_t to_half(float number) {
   const uint32_t sign = bits >> 16 & 0x8000;
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
-  if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and more
-  if (bits < 0x38800000) {  // a multiple of 2^-24, which the addition rounds to
+  if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and more: infinity
+  if (bits < 0x38800000) {  // subnormal half: the addition rounds to a multiple of 2^-24
     float magnitude;
     memcpy(&magnitude, &bits, 4);
     magnitude += 0.5f;

@@ -1,4 +1,4 @@
-// The kernels of each instruction set, and which of them a call takes.
+// Table of the kernels of each instruction set, and the choice among them.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>
@@ -16,11 +16,11 @@
 
 namespace lowbit::cpu {
 
-// Kernels that take a weight a step at a time: limbs, and floats where they are better than what the instruction set has.
+// Kernels over steps of canonical rows or over interleaved blocks; entries are null where the generic kernel is better.
 struct GemvKernels {
   int lanes;
   void (*pack_limbs)(const Linear&, const ByteDecoding&, const ArrayView&, const PackedLimbs&, int64_t, int64_t);
-  bool (*limbs[9])(const Linear&, const ByteDecoding&, const PackedLimbs&, const RowRange&);  // by the bits of codes, 2 to 8
+  bool (*limbs[9])(const Linear&, const ByteDecoding&, const PackedLimbs&, const RowRange&);  // by bits, 2 to 8
   void (*pack_limbs_interleaved)(const Linear&, const ByteDecoding&, const ArrayView&, const InterleavedLimbs&, int64_t, int64_t);
   void (*interleaved[9])(const Linear&, const ByteDecoding&, const InterleavedLimbs&, const RowRange&);
   void (*pack_floats)(const Linear&, const ArrayView&, const PackedFloats&);
@@ -30,7 +30,7 @@ struct GemvKernels {
 struct InstructionSet {
   const char* name;
   bool available;
-  const GemvKernels* steps;  // of this processor, or none
+  const GemvKernels* steps;  // of this processor, or null
   void (*arrange)(const Linear&, const ArrayView&, float*);
   void (*linear)(const Linear&, int64_t, int64_t);
   void (*dequantize_rows)(const Linear&, Dtype, void*, int64_t, int64_t, int64_t);
@@ -38,7 +38,7 @@ struct InstructionSet {
   bool (*quantize)(const Quantize&, int64_t, int64_t);
 };
 
-// Empty: what LOWBIT_CPU names, else the widest that the processor has.
+// The instruction set `asked`; where it is empty LOWBIT_CPU, else the widest that the processor has.
 inline const InstructionSet& instruction_set(const char* asked = "") {
 #if defined(__x86_64__)
 #define OF_EACH_WIDTH(kernel) {nullptr, nullptr, kernel<2>, kernel<3>, kernel<4>, kernel<5>, kernel<6>, kernel<7>, kernel<8>}
@@ -48,13 +48,13 @@ inline const InstructionSet& instruction_set(const char* asked = "") {
   static const GemvKernels narrow = {
       narrow_lanes, avx2::pack_limbs, OF_EACH_WIDTH(avx2::split_int8_gemv), avx2::pack_limbs_interleaved,
       OF_EACH_WIDTH(avx2::interleaved_linear), avx2::pack_floats, avx2::f32_gemv};
-  // An AVX-512 without integer dot products takes AVX2's limbs.
+  // AVX-512 without VNNI uses the split-int8 kernels of AVX2.
   static const GemvKernels narrow_split = {
       narrow_lanes, avx2::pack_limbs, OF_EACH_WIDTH(avx2::split_int8_gemv), avx2::pack_limbs_interleaved,
       OF_EACH_WIDTH(avx2::interleaved_linear), nullptr, nullptr};
 #undef OF_EACH_WIDTH
 #endif
-  // The widest first.
+  // Widest first.
   static const InstructionSet sets[] = {
 #if defined(__x86_64__)
       {"avx512",

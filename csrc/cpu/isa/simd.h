@@ -1,8 +1,8 @@
-// Sixteen floats in the registers of whichever instruction set this file is compiled for, and three ways to fill them:
-// nibbles through a table in a register, bytes as integers, and bytes through a table in memory.
+// A vector of sixteen floats for the instruction set this file is compiled for, and three ways to fill it: nibbles through a
+// table in registers, bytes as integers, bytes through a table in memory.
 //
-// Everything lies in an unnamed namespace: each instruction set has its own copy, and the linker cannot hand code of a
-// wider set to a narrower processor.
+// All in an unnamed namespace, so that each instruction set has its own copy: the linker would otherwise merge inline functions
+// and run code of a wider set on a narrower processor.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ inline Table table16(const float* values) { return load(values); }
 inline Table less(Table table, float zero) { return subtract(table, broadcast(zero)); }
 inline void nibbles(const uint8_t* bytes, const Table& table, F32x16& even, F32x16& odd) {
   const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
-  even.v = _mm512_permutexvar_ps(wide, table.v);  // looks at the low four bits of each index alone
+  even.v = _mm512_permutexvar_ps(wide, table.v);  // uses the low four bits of each index only
   odd.v = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), table.v);
 }
 inline F32x16 signed_bytes(const uint8_t* bytes) {
@@ -63,7 +63,7 @@ inline void store(float* p, F32x16 a) {
 using Table = F32x16;
 inline Table table16(const float* values) { return load(values); }
 inline Table less(Table table, float zero) { return subtract(table, broadcast(zero)); }
-// The permutation takes three bits of the index; the fourth one, moved to the sign, picks the half of the table.
+// The permutation uses three bits of the index; the fourth, shifted to the sign, selects the half of the table.
 inline __m256 nibble(__m256i index, const Table& table) {
   const __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
   return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.a, index), _mm256_permutevar8x32_ps(table.b, index), high);
@@ -90,8 +90,7 @@ inline F32x16 look_up(const uint8_t* codes, const float* table) {
 
 #else
 
-// Plain loops of sixteen, which a compiler turns into whatever vectors its target has. A product is rounded before it is
-// added where the target has no fused multiply-add.
+// Plain loops, which compilers vectorize. Without hardware FMA the product is rounded before the addition.
 struct F32x16 {
   float v[16];
 };
@@ -145,7 +144,7 @@ inline F32x16 look_up(const uint8_t* codes, const float* table) {
 
 #endif
 
-// The sum of the lanes, in the same order on every processor.
+// Sum of the lanes, in the same order for every instruction set.
 inline float sum(const F32x16& a) {
   float v[16];
   store(v, a);

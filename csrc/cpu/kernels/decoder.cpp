@@ -1,5 +1,15 @@
-// Norms, turned heads, attention over kept keys and values, and activations of a few tokens. Compiled once for each instruction set
-// (LOWBIT_SET is its namespace). Loops without sums are plain, so that a compiler turns each into vectors.
+// What decoder layers compute between their products, for a few tokens: RMS norm, rotary embedding, attention over the KV cache,
+// SwiGLU. Compiled once for each instruction set (LOWBIT_SET is its namespace); element-wise loops are plain, for compilers to
+// vectorize.
+//
+//    q, k, v [tokens, heads, size] --norm?, rope--> queries f32 --score--> f32 [tokens, places] --softmax--> gather --> y [tokens, size]
+//                                          |                      ^                                           ^
+//                                          +--> new keys, values  K cache [heads, places, size]               V cache
+//
+// Contract: rounds to the type of x where torch's modules round; sums are fp32 in another order.
+// Limit: the bytes of the KV
+// cache, read once for all query heads that share a key head.
+// Figures: steps of whole models in evals/results/decoding_cpu.json.
 #include "decoder.h"
 
 #include <cmath>
@@ -12,33 +22,33 @@ namespace {
 
 // ---- types of x -----------------------------------------------------------------------------------------------------
 
-struct Single {
+struct F32 {
   float bits;
 };
-struct Brain {
+struct Bf16 {
   uint16_t bits;
 };
-struct Half {
+struct F16 {
   uint16_t bits;
 };
 
-inline float number_of(Single x) { return x.bits; }
-inline float number_of(Brain x) {
+inline float number_of(F32 x) { return x.bits; }
+inline float number_of(Bf16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float number;
   memcpy(&number, &bits, 4);
   return number;
 }
-inline float number_of(Half x) { return half_to_f32(x.bits); }
+inline float number_of(F16 x) { return half_to_f32(x.bits); }
 
-inline void store_rounded(float number, Single& to) { to.bits = number; }
-inline void store_rounded(float number, Brain& to) {  // as to_bfloat16, without a branch
+inline void store_rounded(float number, F32& to) { to.bits = number; }
+inline void store_rounded(float number, Bf16& to) {  // as to_bfloat16, without a branch
   uint32_t bits;
   memcpy(&bits, &number, 4);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
   to.bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
 }
-inline void store_rounded(float number, Half& to) { to.bits = to_half(number); }
+inline void store_rounded(float number, F16& to) { to.bits = to_half(number); }
 
 template <typename T>
 inline float rounded(float number) {
@@ -47,21 +57,21 @@ inline float rounded(float number) {
   return number_of(as);
 }
 
-// Sixteen numbers.
-inline F32x16 load_of(const Single* p) { return load(&p->bits); }
+// Loads sixteen values as floats.
+inline F32x16 load_of(const F32* p) { return load(&p->bits); }
 #if defined(__AVX512F__)
-inline F32x16 load_of(const Brain* p) {
+inline F32x16 load_of(const Bf16* p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-inline F32x16 load_of(const Half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline F32x16 load_of(const F16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline float total(const F32x16& a) { return _mm512_reduce_add_ps(a.v); }
 #elif defined(__AVX2__)
-inline __m256 eight_of(const Brain* p) {
+inline __m256 eight_of(const Bf16* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
-inline __m256 eight_of(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline __m256 eight_of(const F16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 template <typename T>
 inline F32x16 load_of(const T* p) {
   return {eight_of(p), eight_of(p + 8)};
@@ -82,8 +92,8 @@ inline F32x16 load_of(const T* p) {
 inline float total(const F32x16& a) { return sum(a); }
 #endif
 
-// e^x to about one unit in the last place: Cephes' polynomial of what is left of x over log 2, times a power of two, in two
-// factors since one might be no float.
+// e^x to about 1 ulp (Cephes): a polynomial of the remainder modulo log 2, times a power of two in two factors, since one might
+// overflow.
 inline float exp_of(float x) {
   const float above = x > 89.0f ? 89.0f : x, within = above < -104.0f ? -104.0f : above;
   const float near = within * 1.44269504088896341f + 0x1.8p23f;
@@ -123,7 +133,7 @@ void normalize_as(const Norm& norm, const T* x, int64_t count, T* out) {
   for (i = 0; i < count; i++) store_rounded(rounded<T>(number_of(x[i]) * over) * number_of(weight[i]), out[i]);
 }
 
-// A head turned: x cos + (its second half with a minus, its first half) sin.
+// Rotary embedding of one head: x cos + rotate_half(x) sin, where rotate_half(x) = (-second half, first half).
 template <typename T>
 void apply_rope(const T* x, const T* cos, const T* sin, int64_t size, T* out) {
   const int64_t half = size / 2;
@@ -143,20 +153,20 @@ void apply_rope_head(const Norm* norm, const T* x, const T* cos, const T* sin, i
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-// Where the keys or values of a head lie, place by place: new ones are not kept yet.
+// Keys or values of a head by position: cached ones, and those of this step, which are not in the cache yet.
 template <typename T>
 struct Places {
   const T* kept;
   int64_t stride;
-  const T* fresh;
-  int64_t fresh_stride, stop, tokens;
+  const T* new_rows;
+  int64_t new_stride, stop, tokens;
   const T* operator[](int64_t t) const {
     const int64_t i = t - stop;
-    return i >= 0 && i < tokens ? fresh + i * fresh_stride : kept + t * stride;
+    return i >= 0 && i < tokens ? new_rows + i * new_stride : kept + t * stride;
   }
 };
 
-// Scores of R queries [R, size] and each place.
+// scores [R, places] = queries [R, size] keys^T * scaling.
 template <int R, typename T>
 void score(const float* queries, const Places<T>& keys, int64_t size, float scaling, int64_t places, float* scores, int64_t stride) {
   for (int64_t t = 0; t < places; t++) {
@@ -171,7 +181,7 @@ void score(const float* queries, const Places<T>& keys, int64_t size, float scal
   }
 }
 
-// The values of all places in proportion, for R queries and 16 C numbers of the head.
+// out [R, 16 C] = shares [R, places] values[:, at : at + 16 C].
 template <int R, int C, typename T>
 void gather(const float* shares, int64_t stride, const Places<T>& values, int64_t at, int64_t size, int64_t places, float* out) {
   F32x16 sums[R][C];
@@ -202,8 +212,8 @@ void gather_heads(const float* shares, int64_t stride, const Places<T>& values, 
   for (; at < size; at += 16) gather<R, 1>(shares, stride, values, at, size, places, out);
 }
 
-// Places up to the last one that any token of the batch sees.
-int64_t seen(const Attention& a, int64_t batch) {
+// Number of positions up to the last one that any token of the batch may attend to.
+int64_t visible_places(const Attention& a, int64_t batch) {
   if (!a.mask.data || !a.mask.is_bool_mask) return a.places;
   int64_t maximum = 0;
   for (int64_t s = 0; s < a.tokens; s++) {
@@ -215,9 +225,9 @@ int64_t seen(const Attention& a, int64_t batch) {
   return maximum;
 }
 
-// Scores of a token into what each place's share of the sum is; returns 1 / their sum, 0 where no place is seen.
+// Turns the scores of a token into exp(score - max) in place; returns 1 / their sum, 0 where every position is masked.
 template <typename T>
-float soften(const Mask& mask, int64_t batch, int64_t token, int64_t places, float* scores) {
+float softmax_in_place(const Mask& mask, int64_t batch, int64_t token, int64_t places, float* scores) {
   const int64_t row = batch * mask.of_batch + token * mask.of_token;
   if (mask.data && mask.is_bool_mask) {
     const uint8_t* sees = static_cast<const uint8_t*>(mask.data) + row;
@@ -226,15 +236,15 @@ float soften(const Mask& mask, int64_t batch, int64_t token, int64_t places, flo
     const T* added = static_cast<const T*>(mask.data) + row;
     for (int64_t t = 0; t < places; t++) scores[t] += number_of(added[t]);
   }
-  constexpr int64_t stride_between = 16;
-  float largest[stride_between], maximum = -INFINITY;
+  constexpr int64_t width = 16;
+  float largest[width], maximum = -INFINITY;
   for (float& of : largest) of = -INFINITY;
   int64_t t = 0;
-  for (; t + stride_between <= places; t += stride_between)
-    for (int64_t i = 0; i < stride_between; i++) largest[i] = scores[t + i] > largest[i] ? scores[t + i] : largest[i];
+  for (; t + width <= places; t += width)
+    for (int64_t i = 0; i < width; i++) largest[i] = scores[t + i] > largest[i] ? scores[t + i] : largest[i];
   for (; t < places; t++) maximum = scores[t] > maximum ? scores[t] : maximum;
   for (float of : largest) maximum = of > maximum ? of : maximum;
-  if (maximum == -INFINITY) maximum = 0;  // nothing is seen, or NaN alone
+  if (maximum == -INFINITY) maximum = 0;  // all positions masked, or all scores NaN
   for (t = 0; t < places; t++) scores[t] = exp_of(scores[t] - maximum);
   F32x16 sums = zeros();
   const F32x16 one = broadcast(1);
@@ -244,7 +254,7 @@ float soften(const Mask& mask, int64_t batch, int64_t token, int64_t places, flo
   return all == 0 ? 0 : 1 / all;
 }
 
-// Rows of an array, as many at a time as registers hold the sums of.
+// Calls `body(R, row)` over all rows, with R as large as registers allow.
 template <int maximum, typename Body>
 inline void by_rows(int64_t rows, const Body& body, int64_t row = 0) {
   for (; row + maximum <= rows; row += maximum) body(std::integral_constant<int, maximum>(), row);
@@ -259,45 +269,45 @@ constexpr int most_at_once = 4;
 
 template <typename T>
 void attend_as(const Attention& a, int64_t batch, int64_t head, int64_t first, int64_t count, bool keeps, float* scratch) {
-  const int64_t size = a.heads.size, tokens = a.tokens, rows = count * tokens, places = seen(a, batch);
+  const int64_t size = a.heads.size, tokens = a.tokens, rows = count * tokens, places = visible_places(a, batch);
   float* const queries = scratch;  // [count, tokens, size]
   float* const out = queries + rows * size;
   float* const scores = out + rows * size;  // [count, tokens, places]
-  T* const fresh = reinterpret_cast<T*>(scores + rows * a.places);  // [tokens, size]
-  T turned[largest_head];
+  T* const new_keys = reinterpret_cast<T*>(scores + rows * a.places);  // [tokens, size]
+  T rotated[largest_head];
   const T* const value = static_cast<const T*>(a.value) + (batch * tokens * a.heads.keys + head) * size;
-  const int64_t stride_between = a.heads.keys * size;
+  const int64_t value_stride = a.heads.keys * size;
   for (int64_t s = 0; s < tokens; s++) {
     const int64_t token = batch * tokens + s, at = batch * a.cos_of_batch + s * size;
     const T *cos = static_cast<const T*>(a.cos) + at, *sin = static_cast<const T*>(a.sin) + at;
     for (int64_t j = 0; j < count; j++) {
       const T* x = static_cast<const T*>(a.query) + (token * a.heads.queries + first + j) * size;
-      apply_rope_head(a.heads.of_query, x, cos, sin, size, turned);
-      for (int64_t i = 0; i < size; i++) queries[(j * tokens + s) * size + i] = number_of(turned[i]);
+      apply_rope_head(a.heads.of_query, x, cos, sin, size, rotated);
+      for (int64_t i = 0; i < size; i++) queries[(j * tokens + s) * size + i] = number_of(rotated[i]);
     }
-    apply_rope_head(a.heads.of_key, static_cast<const T*>(a.key) + (token * a.heads.keys + head) * size, cos, sin, size, fresh + s * size);
+    apply_rope_head(a.heads.of_key, static_cast<const T*>(a.key) + (token * a.heads.keys + head) * size, cos, sin, size, new_keys + s * size);
     if (!keeps) continue;
     const auto keep = [&](const Kept& of, const T* x) {
       T* to = reinterpret_cast<T*>(of.data) + batch * of.of_batch + head * of.of_head + (a.stop + s) * of.of_place;
       memcpy(to, x, size * sizeof(T));
     };
-    keep(a.keys, fresh + s * size);
-    keep(a.values, value + s * stride_between);
+    keep(a.keys, new_keys + s * size);
+    keep(a.values, value + s * value_stride);
   }
-  const auto kept = [&](const Kept& of) { return reinterpret_cast<const T*>(of.data) + batch * of.of_batch + head * of.of_head; };
-  const Places<T> keys = {kept(a.keys), a.keys.of_place, fresh, size, a.stop, tokens};
-  const Places<T> values = {kept(a.values), a.values.of_place, value, stride_between, a.stop, tokens};
+  const auto cache_of = [&](const Kept& of) { return reinterpret_cast<const T*>(of.data) + batch * of.of_batch + head * of.of_head; };
+  const Places<T> keys = {cache_of(a.keys), a.keys.of_place, new_keys, size, a.stop, tokens};
+  const Places<T> values = {cache_of(a.values), a.values.of_place, value, value_stride, a.stop, tokens};
   by_rows<most_at_once>(rows, [&](auto R, int64_t row) {
     score<decltype(R)::value>(queries + row * size, keys, size, a.heads.scaling, places, scores + row * a.places, a.places);
   });
-  float* const over = queries;  // [rows]: which are not read again
-  for (int64_t row = 0; row < rows; row++) over[row] = soften<T>(a.mask, batch, row % tokens, places, scores + row * a.places);
+  float* const inverse_sums = queries;  // [rows]: reuses queries, which are no longer needed
+  for (int64_t row = 0; row < rows; row++) inverse_sums[row] = softmax_in_place<T>(a.mask, batch, row % tokens, places, scores + row * a.places);
   by_rows<most_at_once>(rows, [&](auto R, int64_t row) {
     gather_heads<decltype(R)::value>(scores + row * a.places, a.places, values, size, places, out + row * size);
   });
   for (int64_t row = 0; row < rows; row++) {
     T* y = static_cast<T*>(a.y) + ((batch * tokens + row % tokens) * a.heads.queries + first + row / tokens) * size;
-    for (int64_t i = 0; i < size; i++) store_rounded(out[row * size + i] * over[row], y[i]);
+    for (int64_t i = 0; i < size; i++) store_rounded(out[row * size + i] * inverse_sums[row], y[i]);
   }
 }
 
@@ -318,9 +328,9 @@ void add_as(const T* x, int64_t count, T* to) {
 
 template <typename Body>
 inline void as(Dtype type, const Body& body) {
-  if (type == Dtype::bfloat16) return body(Brain());
-  if (type == Dtype::float16) return body(Half());
-  body(Single());
+  if (type == Dtype::bfloat16) return body(Bf16());
+  if (type == Dtype::float16) return body(F16());
+  body(F32());
 }
 
 }  // namespace

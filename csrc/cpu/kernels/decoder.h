@@ -1,6 +1,7 @@
-// What a decoder layer computes between its products, a row or a head at a time. See decoder.cpp; decoder_step.h has the order.
+// What decoder layers compute between their products, a row or a head at a time: arguments of decoder.cpp. decoder_step.h has the
+// order.
 //
-// Numbers are rounded to the type of x wherever modules of torch round them; sums are of fp32.
+// Values are rounded to the type of x wherever torch's modules round them; sums are fp32.
 #pragma once
 
 #include "linear.h"
@@ -8,38 +9,39 @@
 
 namespace lowbit::cpu {
 
-// out = x / sqrt(mean(x^2) + eps), rounded, times weight; `count` numbers.
+// RMS norm of `count` values: out = x / sqrt(mean(x^2) + eps), rounded, times weight.
 struct Norm {
   ArrayView weight;
   float eps;
 };
 
-// Heads of `size` numbers: a query's and those of a key that several queries read, turned by `cos` and `sin` [rows, size].
+// Heads of `size` values; queries / keys query heads share a key head. cos and sin: [rows, size].
 struct Heads {
-  int64_t queries, keys, size;  // keys divides queries
-  float scaling;                // of their products
-  const Norm* of_query;         // of each head, or none
+  int64_t queries, keys, size;  // query and key heads; keys divides queries
+  float scaling;                // factor of the scores
+  const Norm* of_query;         // norms of each head, or null
   const Norm* of_key;
 };
 
-// Keys or values of one layer: [batch, heads, places, size], numbers of a head in a row.
+// Keys or values of a layer's cache: [batch, heads, places, size], each head's values contiguous.
 struct Kept {
   char* data;
-  int64_t of_batch, of_head, of_place;  // strides in numbers
+  int64_t of_batch, of_head, of_place;  // strides in elements
 };
 
-// What is added to scores: nothing; true where a place is seen; or numbers. [batch, 1, tokens, places]
+// Attention mask [batch, 1, tokens, places]: none, bool (true: visible) or values added to the scores.
 struct Mask {
   const void* data = nullptr;
   bool is_bool_mask = false;
   int64_t of_batch = 0, of_token = 0;
 };
 
-// `tokens` in a row for each of a batch, that come after `stop` ones; `places`: those that are looked at, `stop + tokens` at least.
+// `tokens` new tokens in each sequence of a batch, behind `stop` cached ones; attends to `places` positions, at least stop +
+// tokens.
 struct Attention {
   Heads heads;
   int64_t tokens, stop, places;
-  const void *query, *key, *value;  // [batch, tokens, heads * size] before they are turned
+  const void *query, *key, *value;  // [batch, tokens, heads * size], before the rotary embedding
   const void *cos, *sin;            // [batch or 1, tokens, size]
   int64_t cos_of_batch;
   Kept keys, values;
@@ -49,15 +51,15 @@ struct Attention {
 };
 
 constexpr int64_t largest_head = 256;
-constexpr int64_t lanes_of_head = 16;  // a head's size is a multiple
+constexpr int64_t lanes_of_head = 16;  // size must be a multiple
 
-// Numbers of fp32 that attend() works in.
+// Floats of scratch memory that attend() needs.
 static inline int64_t attention_scratch(const Attention& a, int64_t queries) {
   return (2 * queries + 2) * a.tokens * a.heads.size + queries * a.tokens * a.places;
 }
 
-// normalize: one row. attend: queries first .. first + count - 1, which share the key's head `head`; `keeps`: whether to write that
-// head's keys and values. activate: silu(gate) * up of `count` numbers. add: to += x.
+// normalize: RMS norm of one row. attend: query heads [first, first + count), which share key head `head`; `keeps`: also writes
+// that head's new keys and values to the cache. activate: out = silu(gate) * up. add: to += x.
 #define LOWBIT_DECLARE(set)                                                                                                    \
   namespace set {                                                                                                              \
   void normalize(const Norm&, Dtype type, const void* x, int64_t count, void* out);                                           \

@@ -1,5 +1,12 @@
-// Steps of few tokens through decoder layers (norm, query, key and value, attention over kept places, output, norm, gate and up, down)
-// on one team of threads.
+// A step of a few tokens through a decoder layer on one team of threads, without leaving C++:
+//
+//    x --norm, limbs--> [q k v] --rope, attention--> attended --limbs--> [o] + x --norm, limbs--> [gate up] --SwiGLU--> active
+//                                                                         |                                             |
+//                                                                         +------------------- + <--[down] <--limbs-----+--> y
+//
+// Each arrow is a phase of the team (schedule/team.h); the brackets are split-int8 products with weights prepared once. Contract:
+// that of the products; element-wise results round where torch's modules round. Limit: the bytes of the weights. Figures:
+// evals/results/decoding_cpu.json.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +23,7 @@ namespace lowbit::cpu {
 
 enum Layer { query, key, value, output, gate, up, down, layers };
 
-// What is between products, for each instruction set.
+// Kernels between the products, for one instruction set.
 struct DecoderKernels {
   decltype(&portable::normalize) normalize;
   decltype(&portable::attend) attend;
@@ -35,7 +42,7 @@ inline const DecoderKernels& decoder_kernels(const InstructionSet& set) {
   return plain;
 }
 
-// Memory that one layer after the other works in.
+// Bump allocator for the buffers of one layer; all layers reuse it.
 class Arena {
  public:
   template <typename T>
@@ -47,7 +54,7 @@ class Arena {
     used_ += bytes;
     return reinterpret_cast<T*>(at);
   }
-  // What was taken so far may be taken again.
+  // Frees everything that was allocated.
   void rewind() { block_ = 0, used_ = 0; }
 
  private:
@@ -61,10 +68,10 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// x of one product, or of several that read it, as limbs.
+// x packed as limbs, for one product or several that read the same x.
 class Rounding {
  public:
-  Rounding(const PreparedCall& p, int64_t m, Arena& arena) : p_(&p), a_(p.weight()), without_(new bool[m]()) {
+  Rounding(const PreparedCall& p, int64_t m, Arena& arena) : p_(&p), a_(p.weight()), no_limbs_(new bool[m]()) {
     a_.m = m;
     const SplitInt8Plan& plan = p.plan;
     int64_t limbs, sums;
@@ -78,11 +85,11 @@ class Rounding {
     int32_t* const sums_at = reinterpret_cast<int32_t*>(scratch + limbs);
     float* const scale_at = reinterpret_cast<float*>(scratch + limbs + sums);
     if (a_.interleaved) {
-      of_units_ = {plan.count, p.input_scale, static_cast<int64_t>(runs_.size()), runs_.data(), scratch, sums_at, scale_at, without_.get()};
+      interleaved_limbs_ = {plan.count, p.input_scale, static_cast<int64_t>(runs_.size()), runs_.data(), scratch, sums_at, scale_at, no_limbs_.get()};
     } else {
       const int32_t* groups = p.steps();
-      of_x_ = {plan.count, p.input_scale, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.quad_sums,
-               scratch, sums_at, scale_at, without_.get()};
+      packed_limbs_ = {plan.count, p.input_scale, plan.steps, groups, plan.uniform ? nullptr : groups + plan.steps, plan.quad_sums,
+               scratch, sums_at, scale_at, no_limbs_.get()};
     }
   }
 
@@ -93,127 +100,127 @@ class Rounding {
            p_->input_scale == other.input_scale && p_->plan.count == other.plan.count && p_->plan.offset == other.plan.offset;
   }
 
-  // False where row m has no limbs.
-  bool body(const ArrayView& x, int64_t m) const {
+  // Packs row m; false where it has no limbs.
+  bool pack_row(const ArrayView& x, int64_t m) const {
     const ByteDecoding decoding = p_->plan.byte_decoding();
-    if (a_.interleaved) p_->plan.kernels->pack_limbs_interleaved(a_, decoding, x, of_units_, m, m + 1);
-    else p_->plan.kernels->pack_limbs(a_, decoding, x, of_x_, m, m + 1);
-    return !without_[m];
+    if (a_.interleaved) p_->plan.kernels->pack_limbs_interleaved(a_, decoding, x, interleaved_limbs_, m, m + 1);
+    else p_->plan.kernels->pack_limbs(a_, decoding, x, packed_limbs_, m, m + 1);
+    return !no_limbs_[m];
   }
 
-  // The sums of some rows of a weight that it serves, in a.y; false where they might not hold.
+  // Rows [begin, end) of a weight times x, into a.y; false where a sum might not fit in int32.
   bool multiply(const PreparedCall& p, const Linear& a, int64_t begin, int64_t end) const {
     const ByteDecoding decoding = p.plan.byte_decoding();
-    const RowRange apply_rope = {begin, end, end};
-    if (!a.interleaved) return p.plan.kernels->limbs[a.bits](a, decoding, of_x_, apply_rope);
-    p.plan.kernels->interleaved[a.bits](a, decoding, of_units_, apply_rope);
+    const RowRange range = {begin, end, end};
+    if (!a.interleaved) return p.plan.kernels->limbs[a.bits](a, decoding, packed_limbs_, range);
+    p.plan.kernels->interleaved[a.bits](a, decoding, interleaved_limbs_, range);
     return true;
   }
 
  private:
   const PreparedCall* p_;
   Linear a_;
-  std::unique_ptr<bool[]> without_;
+  std::unique_ptr<bool[]> no_limbs_;
   std::vector<Run> runs_;
-  InterleavedLimbs of_units_ = {};
-  PackedLimbs of_x_ = {};
+  InterleavedLimbs interleaved_limbs_ = {};
+  PackedLimbs packed_limbs_ = {};
 };
 
-// One step: x [m, hidden] to y.
+// One step through a layer: x [m, hidden] to y [m, hidden].
 class Step {
  public:
   struct Args {
     const PreparedCall* products[layers];
     Norm attention_norm, mlp_norm;
-    Attention attention;  // without query, key, value and y
+    Attention attention;  // query, key, value and y are filled in here
     int64_t batch;
     const void* x;
     void* y;
   };
 
   Step(const Args& args, const InstructionSet& set, int64_t threads, Arena& arena)
-      : of_(args), set_(set), kernels_(decoder_kernels(set)), m_(args.batch * args.attention.tokens), type_(args.attention.type),
+      : args_(args), set_(set), kernels_(decoder_kernels(set)), m_(args.batch * args.attention.tokens), type_(args.attention.type),
         bytes_(type_ == Dtype::float32 ? 4 : 2), threads_(threads) {
     const auto part = [&](int64_t count) { return arena.lines<char>(m_ * count * bytes_); };
     for (int i = 0; i < layers; i++) {
-      linear_[i] = of_.products[i]->weight(), linear_[i].m = m_;
+      linear_[i] = args_.products[i]->weight(), linear_[i].m = m_;
       linear_[i].y = arena.lines<float>(m_ * linear_[i].n);
-      made_[i] = i == down ? static_cast<char*>(of_.y) : part(linear_[i].n);
+      outputs_[i] = i == down ? static_cast<char*>(args_.y) : part(linear_[i].n);
       const bool reads_the_same = i == key || i == value || i == up;
-      if (!reads_the_same || !roundings_.back()->serves(*of_.products[i]))
-        roundings_.push_back(std::make_unique<Rounding>(*of_.products[i], m_, arena));
+      if (!reads_the_same || !roundings_.back()->serves(*args_.products[i]))
+        roundings_.push_back(std::make_unique<Rounding>(*args_.products[i], m_, arena));
       rounding_[i] = roundings_.back().get();
     }
     hidden_ = linear_[query].k;
     normed_ = part(hidden_), attended_ = part(linear_[output].k), active_ = part(linear_[down].k);
-    of_.attention.query = made_[query], of_.attention.key = made_[key], of_.attention.value = made_[value];
-    of_.attention.y = attended_;
-    const Heads& heads = of_.attention.heads;
-    const int64_t shared = heads.queries / heads.keys, local = of_.batch * heads.keys;
+    args_.attention.query = outputs_[query], args_.attention.key = outputs_[key], args_.attention.value = outputs_[value];
+    args_.attention.y = attended_;
+    const Heads& heads = args_.attention.heads;
+    const int64_t shared = heads.queries / heads.keys, local = args_.batch * heads.keys;
     const int64_t parts = local % threads_ == 0 ? 1 : std::min(shared, (2 * threads_ + local - 1) / local);
     at_once_ = (shared + parts - 1) / parts;
-    scratch_each_ = round_up_to_line(attention_scratch(of_.attention, at_once_) * 4) / 4;
+    scratch_each_ = round_up_to_line(attention_scratch(args_.attention, at_once_) * 4) / 4;
     scratch_ = arena.lines<float>(threads_ * scratch_each_);
   }
 
-  // What thread `member` does of it; each thread of the team calls this, and comes back when all is done.
-  void go(int64_t member) {
-    product({query, key, value}, &of_.attention_norm, static_cast<const char*>(of_.x), phases_[0], phases_[1], [](int, int64_t, int64_t) {});
+  // The share of thread `member`; called by each thread of the team, and returns when all phases are done.
+  void run(int64_t member) {
+    product({query, key, value}, &args_.attention_norm, static_cast<const char*>(args_.x), phases_[0], phases_[1], [](int, int64_t, int64_t) {});
     attend(member);
-    const auto added_to = [this](const void* residual) {
+    const auto add_residual = [this](const void* residual) {
       return [this, residual](int i, int64_t begin, int64_t end) {
         for (int64_t m = 0; m < m_; m++)
-          kernels_.add(type_, static_cast<const char*>(residual) + (m * hidden_ + begin) * bytes_, end - begin, made_[i] + (m * hidden_ + begin) * bytes_);
+          kernels_.add(type_, static_cast<const char*>(residual) + (m * hidden_ + begin) * bytes_, end - begin, outputs_[i] + (m * hidden_ + begin) * bytes_);
       };
     };
-    product({output}, nullptr, attended_, phases_[3], phases_[4], added_to(of_.x));
+    product({output}, nullptr, attended_, phases_[3], phases_[4], add_residual(args_.x));
     gate_and_up();
-    product({down}, nullptr, active_, phases_[7], phases_[8], added_to(made_[output]));
+    product({down}, nullptr, active_, phases_[7], phases_[8], add_residual(outputs_[output]));
   }
 
-  // False where a product cannot be had by limbs: y means nothing then.
-  bool ok() const { return good_; }
+  // False where a product had no limbs: y is undefined then.
+  bool ok() const { return ok_; }
 
  private:
-  static constexpr int64_t rows_per_task = 2 * rows_per_block;  // two blocks take turns
+  static constexpr int64_t rows_per_task = 2 * rows_per_block;  // two blocks are streamed at once
 
-  // Row m of x as limbs for some layers, after the norm.
-  void body(std::initializer_list<int> of, const Norm* norm, const char* x, int64_t m) {
-    if (!good_) return;
+  // Normalizes row m of x and packs it for `of` layers.
+  void pack_rows(std::initializer_list<int> of, const Norm* norm, const char* x, int64_t m) {
+    if (!ok_) return;
     const int64_t k = linear_[*of.begin()].k;
     if (norm) kernels_.normalize(*norm, type_, x + m * k * bytes_, k, normed_ + m * k * bytes_), x = normed_;
     ArrayView numbers;
     numbers.data = x, numbers.stride = k, numbers.dtype = type_;
-    const Rounding* before = nullptr;
+    const Rounding* previous = nullptr;
     for (int i : of) {
-      if (rounding_[i] != before && !rounding_[i]->body(numbers, m)) good_ = false;
-      before = rounding_[i];
+      if (rounding_[i] != previous && !rounding_[i]->pack_row(numbers, m)) ok_ = false;
+      previous = rounding_[i];
     }
   }
 
-  // Rows begin .. end - 1 of a layer's weight times all rows of x, with the bias, rounded.
+  // Rows [begin, end) of a layer's weight times x, plus bias, rounded to the type of x.
   void multiply(int i, int64_t begin, int64_t end) {
-    const PreparedCall& p = *of_.products[i];
-    if (!rounding_[i]->multiply(p, linear_[i], begin, end)) good_ = false;
-    set_.write_output(linear_[i], {p.bias.data ? &p.bias : nullptr, nullptr, made_[i], type_}, begin, end);
+    const PreparedCall& p = *args_.products[i];
+    if (!rounding_[i]->multiply(p, linear_[i], begin, end)) ok_ = false;
+    set_.write_output(linear_[i], {p.bias.data ? &p.bias : nullptr, nullptr, outputs_[i], type_}, begin, end);
   }
 
   static int64_t tasks_of(const Linear& a) { return (a.n + rows_per_task - 1) / rows_per_task; }
-  static int64_t least_of(const Linear& a) { return (1 << 16) / (rows_per_task * a.k) + 1; }
+  static int64_t min_tasks(const Linear& a) { return (1 << 16) / (rows_per_task * a.k) + 1; }
 
-  static void fetch_first(const Linear& a, int64_t task) {
-    constexpr int64_t early = 16 << 10, line = 64;
+  static void prefetch_first(const Linear& a, int64_t task) {
+    constexpr int64_t prefetch_bytes = 16 << 10, line = 64;
     const uint8_t* const first = a.packed + task * rows_per_task * a.packed_stride;
-    const int64_t bytes = std::min(early, (a.n - task * rows_per_task) * a.packed_stride);
+    const int64_t bytes = std::min(prefetch_bytes, (a.n - task * rows_per_task) * a.packed_stride);
     for (int64_t at = 0; at < bytes; at += line) __builtin_prefetch(first + at, 0, 2);
   }
 
-  // Layers that read x, one behind the other; `next_begin(layer, begin, end)` is called when rows of it are done.
-  template <typename Then>
-  void product(std::initializer_list<int> of, const Norm* norm, const char* x, Phase& rounds, Phase& multiplies, const Then& next_begin) {
+  // Products of layers that read the same x, as one phase; `on_rows_done(layer, begin, end)` runs when rows of one are done.
+  template <typename OnRowsDone>
+  void product(std::initializer_list<int> of, const Norm* norm, const char* x, Phase& pack_phase, Phase& product_phase, const OnRowsDone& on_rows_done) {
     int64_t tasks = 0;
     for (int i : of) tasks += tasks_of(linear_[i]);
-    // Calls `with(layer, first task, stop)` for what lies between two tasks.
+    // Calls `with(layer, first task, stop)` for each layer's part of tasks [at, stop).
     const auto split = [&](int64_t at, int64_t stop, const auto& with) {
       for (int i : of) {
         const int64_t local = tasks_of(linear_[i]);
@@ -222,50 +229,50 @@ class Step {
       }
     };
     const auto on_first = [&](int64_t first) {
-      split(first, first + 1, [&](int i, int64_t at, int64_t) { fetch_first(linear_[i], at); });
-      rounds.each(m_, [&](int64_t m) { body(of, norm, x, m); });
+      split(first, first + 1, [&](int i, int64_t at, int64_t) { prefetch_first(linear_[i], at); });
+      pack_phase.each(m_, [&](int64_t m) { pack_rows(of, norm, x, m); });
     };
-    multiplies.turns(tasks, least_of(linear_[*of.begin()]), threads_, on_first, [&](int64_t at, int64_t stop) {
-      if (!good_) return;
+    product_phase.turns(tasks, min_tasks(linear_[*of.begin()]), threads_, on_first, [&](int64_t at, int64_t stop) {
+      if (!ok_) return;
       split(at, stop, [&](int i, int64_t first, int64_t end) {
         const int64_t begin_row = first * rows_per_task, end_row = std::min(end * rows_per_task, linear_[i].n);
         multiply(i, begin_row, end_row);
-        next_begin(i, begin_row, end_row);
+        on_rows_done(i, begin_row, end_row);
       });
     });
   }
 
-  // The same rows of both, and what they make together.
+  // gate and up in one phase: the same rows of both, then SwiGLU of them.
   void gate_and_up() {
     const Linear &a = linear_[gate], &b = linear_[up];
     const auto on_first = [&](int64_t first) {
-      if (first < tasks_of(a)) fetch_first(a, first), fetch_first(b, first);
-      phases_[5].each(m_, [&](int64_t m) { body({gate, up}, &of_.mlp_norm, made_[output], m); });
+      if (first < tasks_of(a)) prefetch_first(a, first), prefetch_first(b, first);
+      phases_[5].each(m_, [&](int64_t m) { pack_rows({gate, up}, &args_.mlp_norm, outputs_[output], m); });
     };
-    phases_[6].turns(tasks_of(a), least_of(a), threads_, on_first, [&](int64_t at, int64_t stop) {
-      if (!good_) return;
+    phases_[6].turns(tasks_of(a), min_tasks(a), threads_, on_first, [&](int64_t at, int64_t stop) {
+      if (!ok_) return;
       const int64_t begin = at * rows_per_task, end = std::min(stop * rows_per_task, a.n);
       multiply(gate, begin, end);
       multiply(up, begin, end);
       for (int64_t m = 0; m < m_; m++) {
         const int64_t from = (m * a.n + begin) * bytes_;
-        kernels_.activate(type_, made_[gate] + from, made_[up] + from, end - begin, active_ + from);
+        kernels_.activate(type_, outputs_[gate] + from, outputs_[up] + from, end - begin, active_ + from);
       }
     });
   }
 
   void attend(int64_t member) {
-    const Heads& heads = of_.attention.heads;
+    const Heads& heads = args_.attention.heads;
     const int64_t shared = heads.queries / heads.keys, parts = (shared + at_once_ - 1) / at_once_;
-    phases_[2].each(of_.batch * heads.keys * parts, [&](int64_t item) {
-      if (!good_) return;
+    phases_[2].each(args_.batch * heads.keys * parts, [&](int64_t item) {
+      if (!ok_) return;
       const int64_t part = item % parts, head = item / parts % heads.keys, first = part * at_once_;
-      kernels_.attend(of_.attention, item / parts / heads.keys, head, head * shared + first, std::min(at_once_, shared - first), part == 0,
+      kernels_.attend(args_.attention, item / parts / heads.keys, head, head * shared + first, std::min(at_once_, shared - first), part == 0,
                       scratch_ + member * scratch_each_);
     });
   }
 
-  Args of_;
+  Args args_;
   const InstructionSet& set_;
   const DecoderKernels& kernels_;
   const int64_t m_;
@@ -276,8 +283,8 @@ class Step {
   std::vector<std::unique_ptr<Rounding>> roundings_;
   const Rounding* rounding_[layers];
   float* scratch_;
-  char *made_[layers], *normed_, *attended_, *active_;
-  std::atomic<bool> good_{true};
+  char *outputs_[layers], *normed_, *attended_, *active_;
+  std::atomic<bool> ok_{true};
   Phase phases_[9];
 };
 

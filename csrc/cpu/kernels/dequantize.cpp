@@ -1,8 +1,12 @@
-// Rows of a weight as numbers, compiled once for each instruction set (LOWBIT_SET is its namespace): each is computed in fp32,
-// (code's number - zero point) * scale, and rounded once.
+// Dequantizes rows of a weight: (value of code - zero_point) * scale in fp32, rounded once. Compiled once for each instruction
+// set (LOWBIT_SET is its namespace).
 //
-// Codes of up to six bits in large groups go through a table of a group's numbers as they are stored, thirty-two at a time, and
-// those with scales that are powers of two through one of all groups' numbers.
+//    packed row --unpack 32 codes--> codes --+-- InOrder: to f32, - zero, * scale, round ---------------+--> out [rows, K]
+//                                            +-- ByTable (AVX-512, <= 6 bits, large groups): lookup ---+
+//                                            +-- dequantize_e8m0.h (scales are powers of two) ---------+
+//
+// ByTable dequantizes and rounds the 2^bits values of a group once and looks codes up. Contract: exact, rounded once to the
+// output type. Limit: the bytes of `out`. Figures: as part of bf16_dot_gemm.cpp.
 #include "dequantize.h"
 
 #include <cmath>
@@ -30,7 +34,7 @@ inline Element<type> rounded(float number) {
 }
 
 #if defined(__AVX512BW__)
-// Thirty-two numbers as 16-bit ones. A NaN has lower bits of 0: see `dequantize_with`.
+// Rounds 32 floats to 16-bit ones. Low bits of a NaN must be 0: see load_scales.
 template <Dtype type>
 inline __m512i halves_of(F32x16 a, F32x16 b) {
   if constexpr (type == Dtype::float16) {
@@ -51,7 +55,7 @@ inline __m512i halves_of(F32x16 a, F32x16 b) {
 }
 #endif
 
-// Thirty-two numbers, rounded and stored.
+// Rounds and stores 32 floats.
 template <Dtype type>
 inline void store_rounded(Element<type>* to, F32x16 a, F32x16 b) {
   if constexpr (type == Dtype::float32) {
@@ -65,13 +69,13 @@ inline void store_rounded(Element<type>* to, F32x16 a, F32x16 b) {
     if constexpr (type == Dtype::float16) {
       for (int i = 0; i < 4; i++)
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 8 * i), _mm256_cvtps_ph(numbers[i], _MM_FROUND_TO_NEAREST_INT));
-    } else {  // a NaN has lower bits of 0: see `dequantize_with`
+    } else {  // low bits of a NaN must be 0: see load_scales
       const auto up = [](__m256 temp) {
         const __m256i bits = _mm256_castps_si256(temp), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
         return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
       };
       for (int i = 0; i < 4; i += 2) {
-        const __m256i both = _mm256_packus_epi32(up(numbers[i]), up(numbers[i + 1]));  // in either half of a register
+        const __m256i both = _mm256_packus_epi32(up(numbers[i]), up(numbers[i + 1]));  // packs within 128-bit halves
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * i), _mm256_permute4x64_epi64(both, 0xd8));
       }
     }
@@ -83,7 +87,7 @@ inline void store_rounded(Element<type>* to, F32x16 a, F32x16 b) {
 
 inline F32x16 times(F32x16 a, F32x16 b) { return fma(a, b, broadcast(-0.0f)); }
 
-// Thirty-two codes as numbers, of one group or sixteen of each of two.
+// Decodes 32 codes of one group, or sixteen of each of two.
 template <int bits, Dtype type>
 struct InOrder {
   const Linear& a;
@@ -130,7 +134,7 @@ struct InOrder {
 };
 
 #if defined(__AVX512BW__)
-// The same through a table of the group's numbers, or of sixteen of each of two groups.
+// The same by a table of the group's rounded values, or of two groups' sixteen each.
 template <int bits, Dtype type>
 struct ByTable {
   static constexpr int vectors = bits <= 4 ? 1 : 1 << (bits - 4);
@@ -173,7 +177,7 @@ struct ByTable {
 };
 #endif
 
-// The scales of a row; one that is NaN has lower bits of 0.
+// Loads the scales of a row; a NaN gets low bits of 0, so that rounding it to 16 bits cannot carry into the exponent.
 inline void load_scales(const Linear& a, int64_t row, int64_t groups, float* to) {
   const int64_t first = row * a.scale.stride;
   const auto fill_scales = [&](const auto& number) {

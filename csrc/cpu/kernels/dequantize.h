@@ -1,4 +1,4 @@
-// Rows of a weight as numbers of a 16-bit or 32-bit type: what the binding hands to the kernel. See dequantize.cpp.
+// Dequantization of rows to a 16-bit or 32-bit float type: what bindings hand to dequantize.cpp.
 #pragma once
 
 #include "linear.h"
@@ -6,8 +6,8 @@
 
 namespace lowbit::cpu {
 
-// Rows begin .. end - 1 of the weight into `out` of `type`, `stride` numbers apart. One for each instruction set, chosen by the
-// processor at run time; that of avx512bf16 is bf16_dot_gemm.cpp's own, whose products take subnormal numbers for 0, as it does.
+// Rows [begin, end) of the weight into `out` of `type`, `stride` elements apart. One for each instruction set, chosen at run
+// time; avx512bf16 is for bf16_dot_gemm.cpp alone, whose products flush subnormals to 0, as this does.
 #define LOWBIT_DECLARE(set) \
   namespace set {           \
   void dequantize_rows(const Linear&, Dtype type, void* out, int64_t stride, int64_t begin, int64_t end); \

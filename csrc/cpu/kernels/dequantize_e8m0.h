@@ -1,5 +1,5 @@
-// Rows of a weight in bfloat16 whose scales are powers of two: the scale is added to a number's exponent, or multiplied with an
-// integer, which rounds nothing. For AVX-512, compiled once for each instruction set that has it (LOWBIT_SET is its namespace).
+// Dequantizes to bfloat16 where scales are powers of two (e8m0): adds the scale to the exponent, or multiplies integers, both
+// exact. For AVX-512, compiled once for each instruction set that has it (LOWBIT_SET is its namespace).
 #pragma once
 
 #include <algorithm>
@@ -13,26 +13,26 @@
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 
-constexpr Words upper_halves = words([](int i) { return 2 * i + 1; });  // of the words of two registers
+constexpr Words upper_halves = words([](int i) { return 2 * i + 1; });  // selects the upper halves of the words of two registers
 
-// Whether scales are powers of two, with nothing beside them, of groups that are taken at a time.
+// Whether scales are e8m0, without tensor scale and zero points, and groups are multiples of 32.
 inline bool has_powers(const Linear& a) {
   if (a.scale.dtype != Dtype::bytes || !a.scale.table || a.has_outer || a.zero_point.data || a.group % codes_per_load) return false;
-  for (int i = 0; i < 255; i++) {  // the last one is NaN
+  for (int i = 0; i < 255; i++) {  // 255 is NaN
     const uint32_t power = i ? static_cast<uint32_t>(i) << 23 : 1u << 22;
     if (memcmp(a.scale.table + i, &power, 4) != 0) return false;
   }
   return true;
 }
 
-// Exponents of the numbers of a format, as fp32 has them.
+// Range of the exponents of a format's values.
 struct Exponents {
   int minimum = 255, maximum = 0;
-  // Whether a scale leaves every number a normal one.
+  // Whether every value times this scale is a normal number.
   bool takes(uint8_t scale) const { return scale != 255 && minimum + scale > 127 && maximum + scale < 127 + 255; }
 };
 
-// Such scales and integers of eight bits, as bfloat16, which has as many: nothing is rounded.
+// 8-bit integers, which have no more bits than bfloat16's mantissa: exact.
 struct IntegersByExponent : Exponents {
   const Linear& a;
   explicit IntegersByExponent(const Linear& a) : a(a) {
@@ -50,8 +50,8 @@ struct IntegersByExponent : Exponents {
   }
 };
 
-// Such scales and numbers of bfloat16: the number of each code comes out of a table, and the scale is added to its exponent, which
-// rounds nothing. Eight bits look up a magnitude and take their sign from the code.
+// Formats whose values are bfloat16: looks the value up and adds the scale to its exponent, which is exact. 8 bits look up the
+// magnitude and take the sign from the code.
 template <int bits>
 struct ByExponent : Exponents {
   static constexpr int numbers = bits == 8 ? 128 : 1 << bits, vectors = numbers <= 32 ? 1 : numbers / 32;
@@ -91,7 +91,7 @@ struct ByExponent : Exponents {
     for (; first < stop; first += codes_per_load) {
       const __m512i codes = code_words<bits, bits != 6>(packed, k, first);
       __m512i half = found(codes);
-      __mmask32 finite = _mm512_test_epi16_mask(half, magnitude);  // neither 0 nor NaN has an exponent
+      __mmask32 finite = _mm512_test_epi16_mask(half, magnitude);  // 0 and NaN keep their exponent
       if (has_nan) finite = _mm512_mask_cmplt_epu16_mask(finite, _mm512_and_si512(half, magnitude), _mm512_set1_epi16(0x7f80));
       half = _mm512_mask_add_epi16(half, finite, half, up);
       if constexpr (bits == 8) half = _mm512_or_si512(half, _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(128)), 8));
@@ -109,7 +109,7 @@ void dequantize_rows_e8m0(const Linear& a, const Decoder& powers, uint16_t* out,
     uint8_t minimum = 255, maximum = 0;
     for (int64_t g = 0; g < groups; g++) minimum = std::min(minimum, scales[g]), maximum = std::max(maximum, scales[g]);
     int64_t first = 0;
-    if (powers.takes(minimum) && powers.takes(maximum))  // and so all between
+    if (powers.takes(minimum) && powers.takes(maximum))  // and so do all scales between them
       for (; first + a.group <= a.k; first += a.group) powers.group(packed, a.k, *scales++, first, first + a.group, out);
     for (; first < a.k; first += a.group, scales++) {
       const int64_t stop = std::min(first + a.group, a.k);

@@ -1,5 +1,5 @@
-// Sums of fp32 into y: what they are multiplied by, bias, one rounding. Compiled once for each instruction set (LOWBIT_SET is its
-// namespace); the loops are plain, so that a compiler turns each into vectors.
+// Epilogue of all products: fp32 sums to y: row factor, bias, one rounding. Compiled once for each instruction set (LOWBIT_SET is
+// its namespace); plain loops, which compilers vectorize.
 #include "epilogue.h"
 
 #include "../isa/array_view.h"
@@ -7,9 +7,9 @@
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 
-constexpr int64_t batch = 64;  // sums that stay in the first-level cache between their loops
+constexpr int64_t batch = 64;  // sums that stay in the L1 cache between the loops
 
-// The same as to_bfloat16, without a branch.
+// to_bfloat16 without a branch.
 inline uint16_t bfloat16_of(float number) {
   uint32_t bits;
   memcpy(&bits, &number, 4);

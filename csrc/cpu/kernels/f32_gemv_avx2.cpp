@@ -1,9 +1,7 @@
-// Linear for few rows of x and weights that are no small integers on AVX2, a step at a time: each code becomes a float in registers
-// and is multiplied in fp32.
+// fp32 GEMV for AVX2 (picture and contract in f32_gemv.h).
 //
-// Eight bits of e4m3 and e5m2 and six of e3m2 are 16-bit floats without some bits; four bits look up each of the four bytes of
-// their number among sixteen. The sum is exact numbers times x in fp32; the group's scale multiplies the lanes, which are added at
-// the end of a row.
+// e4m3, e5m2 and e3m2 are IEEE half without some bits and are shifted into place; 4-bit formats look up each of the four bytes of
+// their float among sixteen.
 #include "f32_gemv.h"
 
 #include <cmath>
@@ -25,14 +23,14 @@ struct Fields : CodeUnpacker<bits, 0> {
       for (int code = 0; code < 16; code++) memcpy(temp + code, reinterpret_cast<const uint8_t*>(a.values + code) + byte, 1);
       table[byte] = everywhere();
     }
-    for (int f = 0; bits == 6 && f < 2; f++) {  // the sign to the top of a byte, which is then the upper one of a 16-bit float
+    for (int f = 0; bits == 6 && f < 2; f++) {  // moves the sign to the top of the byte, the upper one of a half
       for (int i = 0; i < 16; i++) temp[i] = static_cast<uint8_t>((i >> 2 * f & 1) << 4 | (i >> (2 * f + 1) & 1) << 7);
       this->above[f][0] = everywhere();
     }
   }
 
-  // Bytes of a field as floats: eight bits and six in their order, four bits such that either half of a register is of sixteen
-  // bytes in a row. `largest`: of e4m3's codes without a sign, of which 127 is NaN.
+  // Decodes the bytes of a field to 32 floats: 8 and 6 bits in order, 4 bits within the 128-bit halves. `largest`: running
+  // maximum of e4m3's magnitudes, to find NaN (127).
   void floats_of(__m256i bytes, __m256i& largest, __m256* to) const {
     if constexpr (bits == 4) {
       __m256i of[4];
@@ -55,7 +53,7 @@ struct Fields : CodeUnpacker<bits, 0> {
   }
 };
 
-// R rows of the weight times M rows of x from m0 on. Rows beyond `end` stand for the last one before it.
+// R rows of the weight times M rows of x from m0 on. Rows from `end` on repeat the last one.
 template <int bits, int M, int R>
 void tile(const Linear& a, const PackedFloats& x, bool exponents, int64_t m0, int64_t begin, int64_t end) {
   using P = Planes<bits>;
@@ -64,7 +62,7 @@ void tile(const Linear& a, const PackedFloats& x, bool exponents, int64_t m0, in
   const Fields<bits> fields(a);
   const float unit = a.unit * (a.has_outer ? a.outer : 1.0f);
   const int64_t whole = a.k / columns, groups = (a.k + a.group - 1) / a.group;
-  int64_t row[R], steps_before = 0;  // steps that come before what `planes` point to
+  int64_t row[R], steps_before = 0;  // steps_before: steps before what `planes` point to
   P planes[R];
   LastStep<bits> last[R];
   for (int r = 0; r < R; r++) {
@@ -72,7 +70,7 @@ void tile(const Linear& a, const PackedFloats& x, bool exponents, int64_t m0, in
     planes[r] = P(a.packed + row[r] * a.packed_stride, a.k);
     if (whole < x.steps) last[r].copy(planes[r], whole, a.k);
   }
-  const uintptr_t prefetch_stride = static_cast<uintptr_t>(R * a.packed_stride);  // the same place in the next tile
+  const uintptr_t prefetch_stride = static_cast<uintptr_t>(R * a.packed_stride);  // prefetches the same place in the next tile
   alignas(32) float scale[R][chunk / 16 + 16];
   __m256 total[R][M];
   __m256i largest[R];
@@ -98,7 +96,7 @@ void tile(const Linear& a, const PackedFloats& x, bool exponents, int64_t m0, in
         const uint8_t* at[P::count];
         for (int p = 0; p < P::count; p++) {
           at[p] = planes[r].at[p] + (s - steps_before) * P::bytes(p);
-          // A line is of two steps.
+          // A cache line holds two steps.
           if (s % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(at[p]) + prefetch_stride), _MM_HINT_T1);
         }
         __m256i bytes[F];

@@ -1,8 +1,7 @@
-// Linear for few rows of x and weights that are no small integers, a step at a time: each code becomes a float in registers and
-// is multiplied in fp32. Compiled for AVX-512 with VBMI.
+// fp32 GEMV for AVX-512 with VBMI (picture and contract in f32_gemv.h).
 //
-// Eight bits of e4m3 and e5m2 and six of e3m2 are 16-bit floats without some bits; four bits look their number up among sixteen.
-// The sum is exact numbers times x in fp32; the group's scale multiplies the lanes, which are added at the end of a row.
+// e4m3, e5m2 and e3m2 are IEEE half without some bits and are shifted into place; 4-bit formats look up their float among sixteen
+// in a register.
 #include "f32_gemv.h"
 
 #include <cmath>
@@ -12,7 +11,7 @@
 namespace lowbit::cpu::avx512vnni {
 namespace {
 
-// A quarter of a field's codes as floats: Q of 0 .. 3.
+// Decodes the codes of half a field to two registers of floats.
 template <int bits>
 struct CodeToFloat {
   __m512 table = _mm512_setzero_ps();
@@ -54,7 +53,7 @@ inline void codes_of(const Planes<bits>& planes, int64_t step, __m512i* codes) {
   extract_codes<bits, (P::count > 1)>(_mm512_loadu_si512(planes.at[0] + step * P::bytes(0)), quads, codes);
 }
 
-// R rows of the weight times M rows of x from m0 on. Rows beyond `end` stand for the last one before it.
+// R rows of the weight times M rows of x from m0 on. Rows from `end` on repeat the last one.
 template <int bits, int M, int R>
 void tile(const Linear& a, const PackedFloats& x, const ByteScales& byte_scales, int64_t m0, int64_t begin, int64_t end) {
   using P = Planes<bits>;
@@ -71,7 +70,7 @@ void tile(const Linear& a, const PackedFloats& x, const ByteScales& byte_scales,
     planes[r] = Planes<bits>(a.packed + row[r] * a.packed_stride, a.k);
     if (whole < x.steps) last[r].copy(planes[r], whole, a.k);
   }
-  const uintptr_t prefetch_stride = static_cast<uintptr_t>(R * a.packed_stride);  // the same place in the next tile
+  const uintptr_t prefetch_stride = static_cast<uintptr_t>(R * a.packed_stride);  // prefetches the same place in the next tile
   alignas(64) float scale[R][chunk / 16 + 48];
   __m512 total[R][M];
   for (auto& of_row : total)

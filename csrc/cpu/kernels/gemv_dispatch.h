@@ -1,4 +1,13 @@
-// Products of rows of x and a weight that has been checked: by limbs, in floats a step at a time, or in floats.
+// y = x W^T on the CPU for a weight that the bindings have checked: chooses among three kernels and falls back, row by row.
+//
+//    x [M, K] --- plan? ---> pack limbs --> split-int8 GEMV (interleaved_gemv.h, split_int8_gemv.h) --> y
+//                |                |
+//                |                +-- rows with infinity, NaN or tiny values: no_limbs --+
+//                v                                                                       v
+//               none ---> fp8, fp6, nf4: f32 tiles (f32_gemv.h); else generic fp32 (linear.cpp) --> y
+//
+// Contract: of the kernel that a row of x took; no row's result depends on the other rows. Limit: at M = 1 the bytes of the
+// weight. Figures: see the kernels' files.
 #pragma once
 
 #include <optional>
@@ -13,21 +22,21 @@
 namespace lowbit::cpu {
 namespace {
 
-// `pack(begin, end)` makes limbs of rows of x, and `multiply(range)` multiplies rows of the weight with them, false where their sums
-// might not hold; false where one of them did not work.
-template <typename Pack, typename Multiply, typename Finish>
-bool pack_and_multiply(const Linear& a, const Pack& pack, const Multiply& multiply_rows, const Finish& write_output) {
+// Packs rows of x as limbs with `pack(begin, end)` and multiplies ranges of the weight's rows with `multiply_rows(range)`, all in
+// one parallel region. False where `multiply_rows` returned false: a sum might not fit in int32.
+template <typename Pack, typename Multiply, typename WriteOutput>
+bool pack_and_multiply(const Linear& a, const Pack& pack, const Multiply& multiply_rows, const WriteOutput& write_output) {
   constexpr int64_t line = 64;
   std::atomic<bool> ok{true};
-  // To wake other threads takes as long as some thousand numbers of x: few of them become limbs while the others wake, and what
-  // each thread multiplies first is on its way.
-  constexpr int64_t numbers = 1 << 13, weights = 1 << 16, last = 16, early = 16 << 10;
-  const bool is_large = a.m * a.k >= 2 * numbers;
-  if (is_large) torch::stable::parallel_for(0, a.m, numbers / a.k + 1, pack);
+  // Waking the other threads takes as long as packing some 8000 values of x. A smaller x is therefore packed by the first thread
+  // that arrives, while the others wake and prefetch the first bytes of their weights.
+  constexpr int64_t pack_grain = 1 << 13, min_weights_per_claim = 1 << 16, last_rows = 16, prefetch_bytes = 16 << 10;
+  const bool is_large = a.m * a.k >= 2 * pack_grain;
+  if (is_large) torch::stable::parallel_for(0, a.m, pack_grain / a.k + 1, pack);
   Once once;
   const auto on_first = [&](const RowRange& range) {
     const uint8_t* const first = a.packed + range.begin * a.packed_stride;
-    const int64_t bytes = std::min(early, (range.end - range.begin) * a.packed_stride);
+    const int64_t bytes = std::min(prefetch_bytes, (range.end - range.begin) * a.packed_stride);
     for (int64_t at = 0; at < bytes; at += line) __builtin_prefetch(first + at, 0, 2);
     if (!is_large) once([&] { pack(0, a.m); });
   };
@@ -36,19 +45,20 @@ bool pack_and_multiply(const Linear& a, const Pack& pack, const Multiply& multip
     if (!multiply_rows(range)) ok = false;
     write_output(range.begin, range.end);
   };
-  if (a.interleaved) parallel_dynamic(a, 2 * rows_per_block, weights, 0, multiply, on_first);  // two blocks take turns
-  else parallel_dynamic(a, rows_per_block, weights, last, multiply, on_first);
+  // gemv_rows streams two blocks of 32 rows at once
+  if (a.interleaved) parallel_dynamic(a, 2 * rows_per_block, min_weights_per_claim, 0, multiply, on_first);
+  else parallel_dynamic(a, rows_per_block, min_weights_per_claim, last_rows, multiply, on_first);
   return ok;
 }
 
-// Bytes in whole lines.
+// `bytes` rounded up to whole cache lines.
 inline int64_t round_up_to_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// The product by limbs of x, save of rows that are marked as `no_limbs` them; false where it cannot be had. `groups`: of the plan's
-// steps.
-template <typename Finish>
+// The product with a weight in canonical rows by limbs of x. Marks in no_limbs [M] the rows of x that have no limbs; false where
+// a sum might not fit in int32. `groups`: see SplitInt8Plan::fill_groups.
+template <typename WriteOutput>
 bool multiply_split_int8(const Linear& a, const SplitInt8Plan& plan, const int32_t* groups, const ArrayView& x, const float* input_scale,
-                     bool* no_limbs, const Finish& write_output) {
+                     bool* no_limbs, const WriteOutput& write_output) {
   const int64_t limbs = round_up_to_line(plan.steps * a.m * plan.size * plan.columns);
   const int64_t sums = round_up_to_line(plan.steps * a.m * plan.kernels->lanes * 4);
   const auto buffer = aligned_buffer<int8_t>(limbs + sums + a.m * plan.slices * 4);
@@ -61,31 +71,31 @@ bool multiply_split_int8(const Linear& a, const SplitInt8Plan& plan, const int32
       [&](const RowRange& range) { return plan.kernels->limbs[a.bits](a, decoding, of_x, range); }, write_output);
 }
 
-// The runs of a row of an interleaved weight.
+// Splits a row of K columns of an interleaved weight into runs: each within one group, one slice of x and the int32 bound.
 inline std::vector<Run> runs_of(const Linear& a) {
   std::vector<Run> runs;
-  const int64_t maximum = max_run_columns(a.bits), columns = columns_per_unit(a.bits);
-  for (int64_t at = 0, begin = 0; at < a.k;) {
-    const int64_t group = at / a.group, slice_end = std::min((at / slice + 1) * slice, a.k);
-    const int64_t stop = std::min({(group + 1) * a.group, slice_end, at + maximum});
-    const bool epilogue = stop == slice_end || (stop - begin) * a.bits * rows_per_block / 8 >= min_stretch_bytes;
-    runs.push_back({static_cast<int32_t>((stop - at) / columns), static_cast<int32_t>(group), epilogue, stop == slice_end});
-    at = stop;
-    if (epilogue) begin = at;
+  const int64_t max_columns = max_run_columns(a.bits), columns = columns_per_unit(a.bits);
+  for (int64_t column = 0, stretch_begin = 0; column < a.k;) {
+    const int64_t group = column / a.group, slice_end = std::min((column / slice + 1) * slice, a.k);
+    const int64_t run_end = std::min({(group + 1) * a.group, slice_end, column + max_columns});
+    const bool stretch_ends = run_end == slice_end || (run_end - stretch_begin) * a.bits * rows_per_block / 8 >= min_stretch_bytes;
+    runs.push_back({static_cast<int32_t>((run_end - column) / columns), static_cast<int32_t>(group), stretch_ends, run_end == slice_end});
+    column = run_end;
+    if (stretch_ends) stretch_begin = column;
   }
   return runs;
 }
 
-// The same of an interleaved weight.
-template <typename Finish>
+// The same with an interleaved weight, whose sums always fit.
+template <typename WriteOutput>
 bool multiply_interleaved(const Linear& a, const SplitInt8Plan& plan, const ArrayView& x, const float* input_scale, bool* no_limbs,
-                          const Finish& write_output) {
+                          const WriteOutput& write_output) {
   const std::vector<Run> runs = runs_of(a);
-  const int64_t count = static_cast<int64_t>(runs.size()), limbs = round_up_to_line(a.m * a.k * plan.size);
-  const int64_t sums = round_up_to_line(a.m * count * plan.count * 4);
+  const int64_t run_count = static_cast<int64_t>(runs.size()), limbs = round_up_to_line(a.m * a.k * plan.size);
+  const int64_t sums = round_up_to_line(a.m * run_count * plan.count * 4);
   const auto buffer = aligned_buffer<int8_t>(limbs + sums + a.m * plan.slices * 4);
   const ByteDecoding decoding = plan.byte_decoding();
-  const InterleavedLimbs of_x = {plan.count, input_scale, count, runs.data(), buffer.get(), reinterpret_cast<int32_t*>(buffer.get() + limbs),
+  const InterleavedLimbs of_x = {plan.count, input_scale, run_count, runs.data(), buffer.get(), reinterpret_cast<int32_t*>(buffer.get() + limbs),
                               reinterpret_cast<float*>(buffer.get() + limbs + sums), no_limbs};
   return pack_and_multiply(
       a, [&](int64_t begin, int64_t end) { plan.kernels->pack_limbs_interleaved(a, decoding, x, of_x, begin, end); },
@@ -96,9 +106,9 @@ bool multiply_interleaved(const Linear& a, const SplitInt8Plan& plan, const Arra
       write_output);
 }
 
-// The product in floats, a step at a time; false where it cannot be had.
-template <typename Finish>
-bool multiply_f32_tiles(const Linear& a, const ArrayView& x, const Finish& write_output) {
+// fp32 GEMV with codes decoded in registers (f32_gemv.h); false where this format or processor has no such kernel.
+template <typename WriteOutput>
+bool multiply_f32_tiles(const Linear& a, const ArrayView& x, const WriteOutput& write_output) {
   const GemvKernels* const kernels = instruction_set().steps;
   if (!kernels || !kernels->floats || !supports_f32_gemv(a)) return false;
   const int64_t columns = columns_per_step(a.bits, kernels->lanes), steps = (a.k + columns - 1) / columns;
@@ -119,9 +129,9 @@ bool multiply_f32_tiles(const Linear& a, const ArrayView& x, const Finish& write
   return true;
 }
 
-// The product in floats.
-template <typename Finish>
-void multiply_float(Linear& a, const ArrayView& x, int64_t groups, const InstructionSet& set, const Finish& write_output) {
+// Generic fp32 GEMV (linear.cpp), for every format and instruction set.
+template <typename WriteOutput>
+void multiply_float(Linear& a, const ArrayView& x, int64_t groups, const InstructionSet& set, const WriteOutput& write_output) {
   int64_t blocks = 0;
   for (int64_t g = 0; g < groups; g++) blocks += span_of(a, g).blocks;
   const auto arranged = aligned_buffer<float>(blocks * block * a.m);
@@ -133,17 +143,17 @@ void multiply_float(Linear& a, const ArrayView& x, int64_t groups, const Instruc
   });
 }
 
-// What a product adds and how it goes: by limbs where there is a plan of them.
+// Bias, scale of x and kernel of one call; `plan`: by limbs, none: in fp32.
 struct CallOptions {
   const ArrayView* bias = nullptr;
   const SplitInt8Plan* plan = nullptr;
-  const int32_t* groups = nullptr;  // of the plan's steps
-  const float* input_scale = nullptr;     // the scale of x
+  const int32_t* groups = nullptr;  // [plan->group_table_size()]
+  const float* input_scale = nullptr;     // one scale for all of x (static activations)
   const char* instructions = "";
 };
 
-// The rows of x times a weight of `groups` a row, into y. No row's product depends on what stands in another: those that have no
-// limbs are multiplied in floats, each by itself.
+// x [M, K] times the weight a [N, K] with `groups` groups in a row, into y [M, N]. Rows of x without limbs are multiplied in fp32
+// afterwards, each by itself, so that no row's result depends on the others.
 inline void multiply(Linear& a, int64_t groups, const Tensor& x, const Tensor& y, const CallOptions& options) {
   ArrayView x_numbers = view_of(x, "x");
   x_numbers.stride = a.k;
@@ -154,7 +164,7 @@ inline void multiply(Linear& a, int64_t groups, const Tensor& x, const Tensor& y
   char* const first = static_cast<char*>(epilogue.y);
   const InstructionSet& set = instruction_set(options.instructions);
   const auto write_output = [&](int64_t begin, int64_t end) { set.write_output(a, epilogue, begin, end); };
-  // `count` rows of x from `from` on.
+  // Restricts `a` and the epilogue to `count` rows of x from `from` on.
   const auto select_rows = [&](int64_t from, int64_t count) {
     a.m = count, epilogue.y = first + from * a.n * bytes;
     ArrayView x_part = x_numbers;
@@ -192,7 +202,7 @@ inline void multiply(Linear& a, int64_t groups, const Tensor& x, const Tensor& y
   for (int64_t m = 0; m < rows; m += max_float_rows) run_in_float(m, std::min<int64_t>(rows - m, max_float_rows));
 }
 
-// By limbs of x with a plan made for this call.
+// The product by limbs with a plan made for this call.
 inline void multiply_with_plan(Linear& a, int64_t groups, const Tensor& x, const Tensor& y, int limbs, CallOptions options) {
   const SplitInt8Plan plan(a, limbs);
   const std::unique_ptr<int32_t[]> of_steps(new int32_t[plan.group_table_size()]);

@@ -1,5 +1,5 @@
-// Products with interleaved weights in AVX2. Products of bytes come together in 16 bits, as many as these hold, before they are
-// moved to sums of 32 bits; codes of eight bits are multiplied as words.
+// Interleaved split-int8 GEMV for AVX2 (see interleaved_gemv.h). maddubs adds pairs of products in int16; adds_per_flush of these
+// fit before they are widened to int32. 8-bit codes would overflow int16 at once and are multiplied as 16-bit words.
 #include <algorithm>
 #include <utility>
 
@@ -15,7 +15,7 @@ struct Narrow {
   using ByteReg = __m256i;
   using FloatReg = __m256;
   static constexpr int size = 32, lanes = 8, max_tile_m = 2, narrow_table_max = small_table_max;
-  // Of four and eight bits a whole line, and the next one of another block: sums of 32 bits are in memory then, but seldom needed.
+  // 4 and 8 bits: bytes4 registers, a whole cache line. Their int32 sums spill to the stack, which is rare enough to be cheap.
   static constexpr int registers(int bits, int m) { return (m == 1 && bits % 4 == 0) || (m == 2 && bits == 8) ? 4 : 2; }
   static constexpr int streams(int bits) { return bits % 4 == 0 ? 2 : 1; }
   static constexpr int chains(int) { return 1; }
@@ -23,31 +23,32 @@ struct Narrow {
 
   struct Table {
     __m256i numbers;
-    explicit Table(const uint8_t* of)
-        : numbers(of ? _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(of))) : _mm256_setzero_si256()) {}
+    explicit Table(const uint8_t* table)
+        : numbers(table ? _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))) : _mm256_setzero_si256()) {}
   };
   struct Scales {
-    const ArrayView& of;
+    const ArrayView& scale;
     bool exponents;
-    explicit Scales(const ArrayView& scale) : of(scale), exponents(scale.dtype == Dtype::bytes && scale.table && are_exponents(scale.table)) {}
+    explicit Scales(const ArrayView& scale) : scale(scale), exponents(scale.dtype == Dtype::bytes && scale.table && are_exponents(scale.table)) {}
     template <int R>
     void operator()(int64_t i, __m256 (&to)[R]) const {
-      for (int r = 0; r < R; r++) to[r] = load_floats(of, exponents, i + 8 * r);
+      for (int r = 0; r < R; r++) to[r] = load_floats(scale, exponents, i + 8 * r);
     }
   };
   template <bool words, int max_byte>
   struct Sum {
-    static constexpr int adds = words ? 1 << 16 : std::max(1, 32767 / (2 * 128 * max_byte));
+    static constexpr int adds_per_flush = words ? 1 << 16 : std::max(1, 32767 / (2 * 128 * max_byte));
     __m256i sums = _mm256_setzero_si256(), short_sums = _mm256_setzero_si256();
     static inline __m256i in_32(__m256i of_16) { return _mm256_madd_epi16(of_16, _mm256_set1_epi16(1)); }
     inline void add(__m256i codes, __m256i limbs) {
       if constexpr (words) sums = _mm256_add_epi32(sums, _mm256_madd_epi16(codes, limbs));
-      else if constexpr (adds == 1) sums = _mm256_add_epi32(sums, in_32(_mm256_maddubs_epi16(codes, limbs)));
+      else if constexpr (adds_per_flush == 1) sums = _mm256_add_epi32(sums, in_32(_mm256_maddubs_epi16(codes, limbs)));
       else short_sums = _mm256_add_epi16(short_sums, _mm256_maddubs_epi16(codes, limbs));
-      asm("" : "+x"(short_sums));  // one after the other: a compiler would keep all products in memory, and add them up in a tree
+      asm("" : "+x"(short_sums));  // forces a chain of additions: the compiler would keep all products alive for a tree and spill
+                                   // them
     }
     inline void flush() {
-      if constexpr (words || adds == 1) return;
+      if constexpr (words || adds_per_flush == 1) return;
       sums = _mm256_add_epi32(sums, in_32(short_sums)), short_sums = _mm256_setzero_si256();
     }
   };
@@ -56,7 +57,7 @@ struct Narrow {
   static inline __m256i load(const uint8_t* p) { return bytes32(p); }
   static inline __m256i integers(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
   static inline __m256 floats(__m256i integers) { return _mm256_cvtepi32_ps(integers); }
-  static inline __m256i broadcast(int32_t four) { return _mm256_set1_epi32(four); }
+  static inline __m256i broadcast(int32_t bytes4) { return _mm256_set1_epi32(bytes4); }
   static inline __m256 broadcast(float number) { return _mm256_set1_ps(number); }
   static inline __m256 zero() { return _mm256_setzero_ps(); }
   static inline __m256i bit_xor(__m256i a, __m256i b) { return _mm256_xor_si256(a, b); }

@@ -1,5 +1,5 @@
-// Products with interleaved weights in AVX-512 with VBMI and VNNI. A dot product of four bytes adds a limb's products to the sums
-// of sixteen rows.
+// Interleaved split-int8 GEMV for AVX-512 with VBMI and VNNI (see interleaved_gemv.h): dpbusd adds four products to each of
+// sixteen rows.
 #include <algorithm>
 #include <utility>
 
@@ -22,28 +22,28 @@ struct Wide {
 
   struct Table {
     __m512i numbers;
-    explicit Table(const uint8_t* of) : numbers(of ? _mm512_loadu_si512(of) : _mm512_setzero_si512()) {}
+    explicit Table(const uint8_t* table) : numbers(table ? _mm512_loadu_si512(table) : _mm512_setzero_si512()) {}
   };
   struct Scales {
-    const ArrayView& of;
+    const ArrayView& scale;
     ByteScales byte_scales;
-    explicit Scales(const ArrayView& scale) : of(scale), byte_scales(scale) {}
+    explicit Scales(const ArrayView& scale) : scale(scale), byte_scales(scale) {}
     void operator()(int64_t i, __m512 (&to)[2]) const {
-      if (of.dtype == Dtype::bytes && of.table && byte_scales.short_numbers)
-        return byte_scales(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint8_t*>(of.data) + i)), to[0], to[1]);
+      if (scale.dtype == Dtype::bytes && scale.table && byte_scales.short_numbers)
+        return byte_scales(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint8_t*>(scale.data) + i)), to[0], to[1]);
       for (int r = 0; r < 2; r++) {
-        if (of.dtype == Dtype::bfloat16) {  // the usual ones
-          const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(of.data) + i + 16 * r));
+        if (scale.dtype == Dtype::bfloat16) {  // the most frequent type of scales
+          const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(scale.data) + i + 16 * r));
           to[r] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
         } else {
-          to[r] = load_floats(of, i + 16 * r, static_cast<__mmask16>(~0u));
+          to[r] = load_floats(scale, i + 16 * r, static_cast<__mmask16>(~0u));
         }
       }
     }
   };
   template <bool words, int max_byte>
   struct Sum {
-    static constexpr int adds = 1 << 16;
+    static constexpr int adds_per_flush = 1 << 16;
     __m512i sums = _mm512_setzero_si512();
     inline void add(__m512i bytes, __m512i limbs) { sums = _mm512_dpbusd_epi32(sums, bytes, limbs); }
     inline void flush() {}
@@ -51,16 +51,16 @@ struct Wide {
 
   static inline __m512i broadcast_u8(int byte) { return avx512vnni::broadcast_u8(byte); }
   static inline __m512i load(const uint8_t* p) {
-    __m512i of = _mm512_loadu_si512(p);
-    asm("" : "+v"(of));  // read once: a load takes as long as a product
-    return of;
+    __m512i value = _mm512_loadu_si512(p);
+    asm("" : "+v"(value));  // keeps the value in a register: a second load would cost as much as the product
+    return value;
   }
   static inline __m512i integers(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
   static inline __m512 floats(__m512i integers) { return _mm512_cvtepi32_ps(integers); }
-  static inline __m512i broadcast(int32_t four) {
-    __m512i of = _mm512_set1_epi32(four);
-    asm("" : "+v"(of));
-    return of;
+  static inline __m512i broadcast(int32_t bytes4) {
+    __m512i value = _mm512_set1_epi32(bytes4);
+    asm("" : "+v"(value));
+    return value;
   }
   static inline __m512 broadcast(float number) { return _mm512_set1_ps(number); }
   static inline __m512 zero() { return _mm512_setzero_ps(); }

@@ -1,8 +1,12 @@
-// Linear for up to eight rows of x, compiled once for each instruction set (LOWBIT_SET is its namespace).
+// Generic GEMV in fp32 for up to eight rows of x, any format and instruction set. Compiled once for each set (LOWBIT_SET is its
+// namespace).
 //
-// Every code is decoded once and multiplied into all rows of x. The sum is exact quantized values (code - zero point)
-// times x in fp32, sixteen lanes to a group; the group's scale multiplies the lanes in fp32; the lanes are added at the
-// end of the row. No sum depends on the number of threads.
+//    x [M, K] --arrange--> f32 [group][block][M][32]
+//    row: packed --decode 32 codes, - zero_point--> w f32 [32] --fma--> sums [R, M][16 lanes] --* group scale--> total --> y [M, R rows]
+//
+// Each code is decoded once for all rows of x. Results do not depend on the number of threads. Contract: exact: fp32 sums of the
+// exact quantized weights. Limit: at M = 1 the bytes of the weight, in practice the decoding. Figures: `cpu_gemv` in
+// evals/results/gemv_cpu_avx2.json, where f32_gemv.h has no kernel.
 #include "linear.h"
 
 #include "../decode/unpack_codes.h"
@@ -26,7 +30,7 @@ inline void unpack_any(int bits, const uint8_t* row, int64_t n, int64_t first, i
   }
 }
 
-// Bytes at `at`, or a copy with zeros behind where the row ends within them: nothing is read beyond a row.
+// The bytes at `at`, or a zero-padded copy where the row ends within them: nothing is read beyond a row.
 template <int count>
 inline const uint8_t* bytes_or_padded(const uint8_t* row, int64_t at, int64_t row_bytes, uint8_t* copy) {
   if (at + count <= row_bytes) return row + at;
@@ -35,8 +39,8 @@ inline const uint8_t* bytes_or_padded(const uint8_t* row, int64_t at, int64_t ro
   return copy;
 }
 
-// One row's codes of one group as numbers less the zero point, a block at a time. Lanes that belong to a neighbouring
-// group hold some finite number, and meet a zero in the arranged x; a table may hold NaN, so its foreign lanes are 0.
+// Decodes one row's codes of one group, a block at a time, and subtracts the zero point. Lanes of a neighbouring group hold any
+// finite value and are multiplied by zeros of the arranged x; a table may hold NaN, so its foreign lanes are set to 0.
 template <Codes codes>
 struct Decoder;
 
@@ -75,7 +79,7 @@ struct Decoder<Codes::unsigned_bytes> : ByteDecoder<false> {
   using ByteDecoder::ByteDecoder;
 };
 
-// Groups are whole blocks.
+// groups are whole blocks
 template <>
 struct Decoder<Codes::truncated_half> {
   Decoder(const Linear&, float) {}
@@ -121,8 +125,8 @@ struct Decoder<Codes::table> {
   }
 };
 
-// Blocks of a group as numbers less the zero point, 32 floats each, where codes are the same whatever is done with them
-// afterwards: decoded once for each of the ways of multiplying.
+// Decodes `blocks` blocks of a group to 32 floats each. A function pointer, since the decoding does not depend on M and R: one
+// copy serves all instantiations.
 using Decode = void (*)(const Linear&, const uint8_t* row, const Span&, int64_t first, int64_t blocks, float zero, float* numbers);
 
 template <int bits>
@@ -136,7 +140,7 @@ struct Exact : HalfTable<bits> {
   explicit Exact(const Linear& a) : HalfTable<bits>(a.halves) {}
 };
 
-// A block at an edge of its group, or of its row.
+// A block at the edge of its group or row.
 __attribute__((noinline)) void decode_edge(const Linear& a, const uint8_t* row, const Span& span, int64_t first, float zero, float* numbers) {
   F32x16 w0, w1;
   Decoder<Codes::table>(a, zero).block_at(a, row, span, first, w0, w1);
@@ -175,7 +179,7 @@ Decode decode_of(int bits) {
   }
 }
 
-// R rows of the weight, decoded some blocks at a time, times M rows of x.
+// R rows of the weight times M rows of x, decoding some blocks at a time.
 template <int M, int R>
 void tile_of_decoded(const Linear& a, Decode decode, int64_t row) {
   constexpr int64_t batch = 8;
@@ -212,8 +216,8 @@ void tile_of_decoded(const Linear& a, Decode decode, int64_t row) {
     for (int m = 0; m < M; m++) a.y[m * a.n + row + r] = sum(total[r][m]);
 }
 
-// The same group of the next rows, for the second-level cache: several short rows read at once are more than a processor
-// foresees.
+// Prefetches the same group of the next rows for the L2 cache: several short rows at once are more streams than the hardware
+// prefetcher tracks.
 inline void prefetch_next_tile(const Linear& a, const uint8_t* const* rows, int count, const Span& span) {
 #if defined(__AVX2__)
   const auto prefetch_l2 = [&](int64_t from, int64_t bytes) {
@@ -273,8 +277,7 @@ void tile(const Linear& a, int64_t row) {
 template <Codes codes>
 constexpr bool is_decoded = codes == Codes::integers || codes == Codes::halves;
 
-// As many rows of the weight as leave the sums in registers: they hide the latency of a multiply-add, and each element
-// of x that is read serves them all.
+// Chooses R as large as the sums fit in registers, which hides the latency of the multiply-add and reuses each load of x.
 template <Codes codes, int M>
 void rows(const Linear& a, int64_t begin, int64_t end) {
 #if defined(__AVX512F__)

@@ -1,10 +1,9 @@
-// Linear for few rows of x on integer dot products. Compiled for AVX-512 with VBMI and VNNI.
+// Split-int8 GEMV for AVX-512 with VBMI and VNNI (picture and contract in split_int8_gemv.h).
 //
-// Codes come out of their planes in the order in which that is cheapest, one AND and one shift for 64 of them, and the limbs
-// lie in the same order (pack_activations.cpp). A dot product of four bytes adds each limb's products to sixteen integers, which are
-// moved up by eight bits from limb to limb. These sums, less the zero point's share, are exact: no lane has more than 512 times
-// the 22 bits of x.
-// What follows is fp32: the scales of the groups, those of the slices, the sum of the lanes. No sum depends on the threads.
+// Codes are extracted in the order that costs least, one shift and one AND for 64 of them, and pack_activations.cpp stores limbs
+// in that order. dpbusd adds four products of a limb to each of sixteen int32 lanes, which are shifted up by 8 bits between
+// limbs. The sums less the zero point's share are exact: the sum of |code| in a lane is at most 512, times 22 bits of x. Scaling
+// by group and by slice and the sum of the lanes are fp32.
 #include "split_int8_gemv.h"
 
 #include <algorithm>
@@ -18,14 +17,15 @@
 namespace lowbit::cpu::avx512vnni {
 namespace {
 
-// Codes of one row as bytes: what the instructions of a step need beside the planes.
+// Unpacks a step of one row of the weight into codes as unsigned bytes.
 template <int bits, bool has_table>
 struct CodeUnpacker {
   using P = Planes<bits>;
   __m512i flipped, table;
-  __m512i above[2];  // of three bits: where the upper bits of the even fields go to, and those of the odd ones
+  __m512i above[2];  // 3 bits: where the high bits go, for even and for odd fields
   explicit CodeUnpacker(const ByteDecoding& decoding)
-      : flipped(broadcast_u8(P::count == 1 || !decoding.flipped ? decoding.flipped : P::width(P::count - 1) == 1 ? 0xff : 0xaa)),  // last plane
+      // the plane with the sign bit
+      : flipped(broadcast_u8(P::count == 1 || !decoding.flipped ? decoding.flipped : P::width(P::count - 1) == 1 ? 0xff : 0xaa)),
         table(has_table ? _mm512_loadu_si512(decoding.table) : _mm512_setzero_si512()) {
     alignas(64) uint8_t bytes[64];
     for (int odd = 0; odd < 2; odd++) {
@@ -42,7 +42,7 @@ struct CodeUnpacker {
     if constexpr (P::count > 1) quads[1] = quads_of<P::bytes(1)>(at[1] + row);
     if constexpr (P::count > 2) quads[2] = quads_of<P::bytes(2)>(at[2] + row);
     __m512i widest = _mm512_loadu_si512(at[0] + row);
-    asm("" : "+v"(widest));  // read once: a load takes as long as a product
+    asm("" : "+v"(widest));  // keeps the value in a register: a second load would cost as much as the product
     if constexpr (has_table) {
       extract_codes<bits, false>(widest, quads, bytes);
       for (int f = 0; f < P::fields; f++) bytes[f] = _mm512_permutexvar_epi8(bytes[f], table);
@@ -55,17 +55,18 @@ struct CodeUnpacker {
   }
 
  private:
-  // The upper bits of four codes, spread to two of them in a byte: one shift for two fields, and none of a plane for each field.
+  // 3 bits: the high bits of four codes are looked up as a byte that holds two of them in place, so that two fields share one
+  // shift.
   inline void extract_3bit(const uint8_t* const* at, int64_t row, __m512i* bytes) const {
     const __m512i lower = _mm512_loadu_si512(at[0] + row);
-    const __m512i fours = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x1c1814100c080400), quads_of<32>(at[1] + row));
-    const __m512i threes = broadcast_u8(7), twos = broadcast_u8(0x33);
-    const auto both = [&](__m512i low, __m512i spread) {
-      return _mm512_ternarylogic_epi64(low, twos, _mm512_permutexvar_epi8(fours, spread), 0xea);  // (a & b) | c
+    const __m512i high_bits = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x1c1814100c080400), quads_of<32>(at[1] + row));
+    const __m512i mask_7 = broadcast_u8(7), mask_33 = broadcast_u8(0x33);
+    const auto merge_planes = [&](__m512i low, __m512i spread) {
+      return _mm512_ternarylogic_epi64(low, mask_33, _mm512_permutexvar_epi8(high_bits, spread), 0xea);  // (a & b) | c
     };
-    const __m512i even = both(lower, above[0]), odd = both(_mm512_srli_epi16(lower, 2), above[1]);
-    bytes[0] = _mm512_and_si512(even, threes), bytes[2] = _mm512_and_si512(_mm512_srli_epi16(even, 4), threes);
-    bytes[1] = _mm512_and_si512(odd, threes), bytes[3] = _mm512_and_si512(_mm512_srli_epi16(odd, 4), threes);
+    const __m512i even = merge_planes(lower, above[0]), odd = merge_planes(_mm512_srli_epi16(lower, 2), above[1]);
+    bytes[0] = _mm512_and_si512(even, mask_7), bytes[2] = _mm512_and_si512(_mm512_srli_epi16(even, 4), mask_7);
+    bytes[1] = _mm512_and_si512(odd, mask_7), bytes[3] = _mm512_and_si512(_mm512_srli_epi16(odd, 4), mask_7);
   }
 
   template <int field = 0>
@@ -79,19 +80,19 @@ struct CodeUnpacker {
   }
 };
 
-constexpr int64_t scale_slots = max_groups + 48;  // scales of a row, and what may be written behind
+constexpr int64_t scale_slots = max_groups + 48;  // scales of a row, and 48 that a vector store may write behind them
 template <int bits>
 using TileArgs = cpu::TileArgs<Planes<bits>>;
 
-// The sums of four lanes of each row, the rows side by side.
+// Sums the lanes of four rows by high_bits: lane 4 i + r of the result belongs to row r.
 inline __m512i quad_sums(const __m512i* of_row) {
   const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(of_row[0], of_row[1]), _mm512_unpackhi_epi32(of_row[0], of_row[1]));
   const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(of_row[2], of_row[3]), _mm512_unpackhi_epi32(of_row[2], of_row[3]));
   return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-// `count` steps of 4 Q rows of the weight times M rows of x, in D limbs, added to total [M, 4 Q], or [M, Q] where lanes come
-// together in `use_quads`. A call of its own for many slices, so that nothing but what a step needs is in registers.
+// `count` steps of R = 4 Q rows of the weight times M rows of x in D limbs, added to total [M, R], or to [M, Q] where `use_quads`
+// puts four rows in a register. Not inlined and long-running, so that registers hold only what a step needs.
 template <int bits, bool has_table, int D, int M, int Q, bool use_quads, bool in_groups, bool has_zeros>
 __attribute__((noinline)) void gemv_tile(const CodeUnpacker<bits, has_table>& decoding, const TileArgs<bits>& args, int64_t count,
                                           __m512* total) {
@@ -134,7 +135,7 @@ __attribute__((noinline)) void gemv_tile(const CodeUnpacker<bits, has_table>& de
 #pragma GCC unroll 8
         for (int f = 0; f < F; f++) {
           __m512i limb = _mm512_loadu_si512(limbs + ((i * D + d) * F + f) * 64);
-          asm("" : "+v"(limb));  // read once: a load takes as long as a product
+          asm("" : "+v"(limb));  // keeps the value in a register: a second load would cost as much as the product
 #pragma GCC unroll 8
           for (int r = 0; r < R; r++)
             sum[r] = _mm512_dpbusd_epi32(d && !f ? _mm512_slli_epi32(sum[r], 8) : sum[r], bytes[r][f], limb);
@@ -160,7 +161,7 @@ __attribute__((noinline)) void gemv_tile(const CodeUnpacker<bits, has_table>& de
         __m512 all;
         if constexpr (!has_zeros) {
           all = _mm512_cvtepi32_ps(_mm512_add_epi32(sum[r], share));
-        } else if constexpr (D < 3) {  // no more than 24 bits: exact in floats
+        } else if constexpr (D < 3) {  // at most 24 bits: exact in float
           all = _mm512_fmadd_ps(lane_group(zero + r * scale_slots), _mm512_castsi512_ps(share), _mm512_cvtepi32_ps(sum[r]));
         } else {
           const __m512i less = _mm512_mullo_epi32(_mm512_castps_si512(lane_group(zero + r * scale_slots)), share);
@@ -182,8 +183,8 @@ __attribute__((noinline)) void gemv_tile(const CodeUnpacker<bits, has_table>& de
       for (int64_t s = 0; s < steps; s++) step();
     }
     for (int i = 0; i < M; i++) {
-      const __m512 times = _mm512_set1_ps(slice_scale[i * slices]);
-      for (int r = 0; r < S; r++) total[i * S + r] = _mm512_fmadd_ps(part[r][i], times, total[i * S + r]);
+      const __m512 slice_factor = _mm512_set1_ps(slice_scale[i * slices]);
+      for (int r = 0; r < S; r++) total[i * S + r] = _mm512_fmadd_ps(part[r][i], slice_factor, total[i * S + r]);
     }
     slice_scale++;
   };
@@ -191,32 +192,32 @@ __attribute__((noinline)) void gemv_tile(const CodeUnpacker<bits, has_table>& de
   if (count > 0) run_slice(count, std::false_type());
 }
 
-// The sums of the quarters of a register.
+// The sums of the four 128-bit quarters of a register.
 inline __m128 sums_of(__m512 of) {
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(of), _mm512_extractf32x8_ps(of, 1));
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-// The sums of the lanes of four registers.
+// The sums of all lanes, of four registers.
 inline __m128 sums_of(const __m512* of) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(of[0], of[1]), _mm512_unpackhi_ps(of[0], of[1]));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(of[2], of[3]), _mm512_unpackhi_ps(of[2], of[3]));
   return sums_of(_mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)));
 }
 
-// Scales and zero points of the rows of a tile, for the groups of a chunk of columns.
+// Scales and zero points of a tile's rows for the groups of a chunk of columns.
 template <int R>
 struct ScaleChunk {
-  alignas(64) float scale[R * scale_slots];  // in quarters: of four rows, then of the next four
-  alignas(64) float zero[R * scale_slots];   // integers, where there are three limbs or quarters
+  alignas(64) float scale[R * scale_slots];  // quad sums: [Q, scale_slots, 4]; else [R, scale_slots]
+  alignas(64) float zero[R * scale_slots];   // int32, where there are three limbs or quad sums
 };
 
-// Rows of the weight, R = 4 Q at a time, times all rows of x in D limbs; what is left over is taken a row at a time, R times
-// over. More than four rows at a time are for one row of x, whose limbs are read less often then.
+// R = 4 Q rows of the weight at a time, times all rows of x in D limbs. The last rows are computed one at a time, as R copies of
+// one row. Q > 1 is for M = 1, where it halves the loads of limbs.
 template <int bits, bool has_table, int D, int Q, bool use_quads, bool in_groups>
 struct GemvRows {
   using P = Planes<bits>;
-  static constexpr int R = 4 * Q, S = use_quads ? Q : R;  // S: registers of sums of a row of x
+  static constexpr int R = 4 * Q, S = use_quads ? Q : R;  // S: registers of sums for a row of x
   static constexpr int64_t columns = 64 * P::fields, steps_per_slice = slice / columns;
   const Linear& a;
   const PackedLimbs& x;
@@ -235,7 +236,7 @@ struct GemvRows {
 
   bool is_tail(int64_t row) const { return range.end - row < R; }
 
-  // The scales of the rows from `row` on for the steps from `from` on.
+  // Loads the scales and zero points of R rows from `row` on for one chunk of steps from `from` on.
   void load_chunk(int64_t row, int64_t from, ScaleChunk<R>& to) {
     if (row >= range.end) return;
     const int64_t stop = from + steps_per_chunk < x.steps ? (((from + steps_per_chunk) * columns) - 1) / a.group + 1 : groups;
@@ -257,7 +258,7 @@ struct GemvRows {
       largest_zero = _mm512_max_epu8(largest_zero, load_zeros(a, local, first, count, D < 3, to.zero + r * scale_slots));
     }
   }
-  // Steps s .. s + count - 1 of a tile, of which `steps` says where the weight is, times all rows of x.
+  // Steps [s, s + count) of a tile, whose codes `steps` points to, times all rows of x.
   void run_steps(TileArgs<bits>& steps, int64_t s, int64_t count, const ScaleChunk<R>& of, int64_t first, __m512* total) const {
     if (count <= 0) return;
     steps.group = x.first_group + s, steps.lane_group = in_groups ? nullptr : x.group_of_lane + s * lanes;
@@ -282,11 +283,11 @@ struct GemvRows {
     const std::unique_ptr<ScaleChunk<R>[]> chunks(new ScaleChunk<R>[2]);
     __m512 total[Q > 1 ? S : max_rows * S];
     int64_t row = range.begin;
-    // Scales are taken one chunk ahead: what was only just stored is slow to read in other sizes.
+    // Scales are loaded one chunk ahead: a load that spans several recent stores cannot be forwarded and stalls.
     load_chunk(row, 0, chunks[0]);
     for (int64_t at = 0; row < range.end;) {
-      const bool one = is_tail(row);
-      const int64_t next = row + (one ? 1 : R), stride = one ? 0 : a.packed_stride;
+      const bool is_single = is_tail(row);
+      const int64_t next = row + (is_single ? 1 : R), stride = is_single ? 0 : a.packed_stride;
       const uint8_t* const packed = a.packed + row * a.packed_stride;
       const P planes(packed, a.k);
       for (int64_t i = 0; i < a.m * S; i++) total[i] = _mm512_setzero_ps();
@@ -296,19 +297,19 @@ struct GemvRows {
         TileArgs<bits> steps;
         for (int p = 0; p < P::count; p++) steps.at[p] = planes.at[p] + from * P::bytes(p);
         steps.stride = stride;
-        // Rows are short and several are read at once, which is more than a processor foresees: what lies two tiles further on,
-        // in the order in which it lies, and for the second-level cache, since the first level is full of limbs.
+        // Prefetches the codes two tiles ahead for the L2 cache, in memory order: R short rows are read at once, more streams
+        // than the hardware prefetcher tracks, and limbs fill the L1 cache.
         const auto prefetch_at = [&](int64_t rows) {
           return reinterpret_cast<uintptr_t>(a.packed) + row_to_prefetch(range, row, rows) * a.packed_stride + from * R * P::bytes_per_step;
         };
         steps.prefetch_at = prefetch_at(2 * R);
-        // A page that was not touched for long takes longer still: one byte of it, further ahead.
-        const uintptr_t further = prefetch_at(4 * R);
+        // One byte of each page four tiles ahead hides the TLB miss.
+        const uintptr_t page_prefetch_at = prefetch_at(4 * R);
         for (int64_t byte = 0; byte < (to - from) * R * P::bytes_per_step; byte += 4096)
-          _mm_prefetch(reinterpret_cast<const char*>(further + byte), _MM_HINT_T1);
-        const int64_t there = row_to_prefetch(range, row, 2 * R);
-        prefetch_l2(a.scale, there, R, from, to, x.steps);
-        if (has_zeros) prefetch_l2(a.zero_point, there, R, from, to, x.steps);
+          _mm_prefetch(reinterpret_cast<const char*>(page_prefetch_at + byte), _MM_HINT_T1);
+        const int64_t prefetch_row = row_to_prefetch(range, row, 2 * R);
+        prefetch_l2(a.scale, prefetch_row, R, from, to, x.steps);
+        if (has_zeros) prefetch_l2(a.zero_point, prefetch_row, R, from, to, x.steps);
         run_steps(steps, from, stop - from, chunks[at], first, total);
         if (stop == to) continue;
         LastStep<bits> last[R];
@@ -318,9 +319,9 @@ struct GemvRows {
         run_steps(steps, full_steps, 1, chunks[at], first, total);
       }
       for (int64_t m = 0; m < a.m; m++) {
-        for (int q = 0; q < (one ? 1 : Q); q++) {
+        for (int q = 0; q < (is_single ? 1 : Q); q++) {
           const __m128 sums = use_quads ? sums_of(total[m * S + q]) : sums_of(total + m * S + 4 * q);
-          if (one) _mm_store_ss(a.y + m * a.n + row, sums);
+          if (is_single) _mm_store_ss(a.y + m * a.n + row, sums);
           else _mm_storeu_ps(a.y + m * a.n + row + 4 * q, sums);
         }
       }

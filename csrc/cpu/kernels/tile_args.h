@@ -1,4 +1,4 @@
-// What some steps of a weight's rows read beside limbs of x, whichever instruction set multiplies them.
+// What gemv_tile of split_int8_gemv_avx2.cpp and split_int8_gemv_avx512.cpp reads beside the codes.
 #pragma once
 
 #include <xmmintrin.h>
@@ -9,26 +9,26 @@
 namespace lowbit::cpu {
 namespace {
 
-constexpr int64_t max_groups = chunk / 4;   // whose scales are taken at a time
+constexpr int64_t max_groups = chunk / 4;   // groups whose scales are loaded at a time
 
-// Each pointer is at the first of the steps.
+// Each pointer is at the first step of the tile.
 template <class Planes>
 struct TileArgs {
-  const uint8_t* at[Planes::count];  // planes of the first row
-  int64_t stride;                    // bytes from row to row
-  uintptr_t prefetch_at;                   // what to fetch for the second-level cache
-  const int32_t* group;              // of each step
+  const uint8_t* at[Planes::count];  // planes of the first row of the weight
+  int64_t stride;                    // bytes from one row of the weight to the next
+  uintptr_t prefetch_at;                   // address to prefetch for the L2 cache
+  const int32_t* group;              // [steps]
   const int32_t* lane_group;
   const int8_t* limbs;
   const int32_t* sums;
-  const float* slice_scale;  // what the lowest limb counts
-  int64_t m, slices;      // rows of x, and its slices
-  int64_t first;          // group of the first scale
-  const float* scale;     // [R, room], or four rows of a group together
+  const float* slice_scale;  // [M, slices]: value of 1 in the lowest limb
+  int64_t m, slices;      // rows of x, and slices in each
+  int64_t first;          // group of scale[0]
+  const float* scale;     // [R, scale_slots] or, with quad sums, [scale_slots, R]
   const float* zero;
 };
 
-// A pointer further on, in a way that keeps a compiler from holding one for each of some steps, for which there are no registers.
+// from + by, hidden from the compiler: it would otherwise hold a pointer for each unrolled step and run out of registers.
 template <typename Pointer>
 inline Pointer opaque_advance(Pointer from, int64_t by) {
   from += by;
@@ -36,13 +36,13 @@ inline Pointer opaque_advance(Pointer from, int64_t by) {
   return from;
 }
 
-// The row that a thread multiplies so many rows behind this one.
+// The row that this thread reaches `rows` rows after `row`, in its next range where this one ends.
 inline int64_t row_to_prefetch(const RowRange& range, int64_t row, int64_t rows) {
-  const int64_t prefetch_at = row + rows;
-  return prefetch_at < range.end ? prefetch_at : range.next_begin + (prefetch_at - range.end);
+  const int64_t target = row + rows;
+  return target < range.end ? target : range.next_begin + (target - range.end);
 }
 
-// For the second-level cache: the numbers of so many rows, the part of them that steps from .. to - 1 of all are of.
+// Prefetches for the L2 cache the share [from, to) of `all` of the values of `rows` rows from `row` on.
 inline void prefetch_l2(const ArrayView& of, int64_t row, int64_t rows, int64_t from, int64_t to, int64_t all) {
   const int64_t size = of.dtype == Dtype::float32 ? 4 : of.dtype == Dtype::bytes ? 1 : 2, bytes = rows * of.stride * size;
   const uintptr_t at = reinterpret_cast<uintptr_t>(of.data) + row * of.stride * size;

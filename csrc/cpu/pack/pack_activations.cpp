@@ -1,5 +1,6 @@
-// x in the order in which a kernel's codes come out of their planes, as limbs or as floats, compiled once for each instruction
-// set that has such kernels (LOWBIT_SET is its namespace), whose registers they fill.
+// Packs x for the kernels over canonical rows, as int8 limbs or as floats, in the order in which codes leave their bit planes.
+// Compiled once for each instruction set with such kernels (LOWBIT_SET is its namespace), since its register width decides the
+// order.
 #include "split_activations.h"
 #include "../kernels/f32_gemv.h"
 
@@ -7,7 +8,7 @@
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 
-// F: fields of a step's limbs; C: columns of a lane.
+// Limb int8 or int16; F: fields of a step; C: columns of a lane; D: limbs.
 template <int F, int C, int D, typename Limb>
 void pack(const Linear& a, const ByteDecoding& decoding, const ArrayView& x, const PackedLimbs& to, int64_t begin, int64_t end) {
   constexpr int64_t columns = C * lanes, limb_count = sizeof(Limb) == 1 ? D : words_for(D);
@@ -37,7 +38,7 @@ void pack(const Linear& a, const ByteDecoding& decoding, const ArrayView& x, con
             for (int i = 0; i < 4; i++) sums[lane + i] = sum;
           }
         for (int lane = 0; lane < lanes; lane++) {
-          // Without zero points the share is that of the offset, whatever the row.
+          // Without zero points only the offset of the codes has to be taken off, the same for every row of the weight.
           if (!a.zero_point.data) sums[lane] *= -decoding.offset;
           else if (D < 3 && !to.quad_sums) sums[lane] = bits_of(static_cast<float>(sums[lane]));
         }
@@ -73,19 +74,19 @@ void pack_limbs(const Linear& a, const ByteDecoding& decoding, const ArrayView& 
 
 void pack_floats(const Linear& a, const ArrayView& x, const PackedFloats& to) {
   const int64_t fields = fields_of(a.bits), columns = columns_per_step(a.bits, lanes), in_field = 4 * lanes;
-  // AVX2 puts together the four bytes of a number of four bits in either half of a register.
+  // The AVX2 kernel decodes 4-bit codes to floats with unpack instructions, which work within the 128-bit halves of a register.
   const bool by_quads = a.bits == 4 && lanes == narrow_lanes;
-  float temp[8 * wide_lanes];
+  float columns_of_x[8 * wide_lanes];
   for (int64_t s = 0; s < to.steps; s++)
     for (int64_t m = 0; m < a.m; m++) {
       float* numbers = to.numbers + (s * a.m + m) * columns;
       const int64_t left = a.k - s * columns, count = left < columns ? left : columns;
-      load_row(x, m * x.stride + s * columns, count, temp);
-      for (int64_t i = count; i < columns; i++) temp[i] = 0;
+      load_row(x, m * x.stride + s * columns, count, columns_of_x);
+      for (int64_t i = count; i < columns; i++) columns_of_x[i] = 0;
       for (int64_t f = 0; f < fields; f++)
         for (int64_t i = 0; i < in_field; i++) {
           const int64_t at = by_quads ? i % 16 / 4 * 8 + i / 16 * 4 + i % 4 : i;
-          numbers[f * in_field + at] = temp[i * fields + f];
+          numbers[f * in_field + at] = columns_of_x[i * fields + f];
         }
     }
 }

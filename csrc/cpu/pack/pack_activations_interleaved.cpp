@@ -1,5 +1,5 @@
-// x as limbs in the order in which codes come out of interleaved weights, compiled once for each instruction set that has
-// kernels of them (LOWBIT_SET is its namespace).
+// Packs x for the interleaved kernels, as int8 or int16 limbs in the order in which codes leave a unit. Compiled once for each
+// instruction set with such kernels (LOWBIT_SET is its namespace).
 #include <type_traits>
 
 #include "split_activations.h"
@@ -9,8 +9,8 @@
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 
-// Digits of columns in order, as the words of each unit's fields: byte or half p of field f's word is of column p F + f. They lie
-// `word_stride` words from one to the next.
+// Writes the limbs of `columns` columns as 32-bit words, `word_stride` apart: part p of field f's word in a unit is the limb of
+// column p F + f, so that one broadcast word meets the same columns of the codes.
 template <int F, typename Limb>
 inline void store_words(const Limb* limb_buffer, int64_t columns, int64_t word_stride, uint32_t* to) {
   constexpr int bits = 8 * sizeof(Limb), of_word = 32 / bits;
@@ -19,7 +19,7 @@ inline void store_words(const Limb* limb_buffer, int64_t columns, int64_t word_s
   uint32_t words[slice / of_word];
   if constexpr (F == 1) {
     memcpy(words, limb_buffer, columns);
-  } else if constexpr (F == 2 && of_word == 4) {  // every second byte, eight at a time
+  } else if constexpr (F == 2 && of_word == 4) {  // keeps the even and the odd bytes of eight, in two words
     const auto even = [](uint64_t eight) {
       eight &= 0x00ff00ff00ff00ff;
       eight = (eight | eight >> 8) & 0x0000ffff0000ffff;
@@ -40,7 +40,7 @@ inline void store_words(const Limb* limb_buffer, int64_t columns, int64_t word_s
   for (int64_t i = 0; i < columns / of_word; i++) to[i * word_stride] = words[i];
 }
 
-// F: fields of a unit.
+// F: fields of a unit; D: limbs.
 template <int F, int D, typename Limb>
 void pack(const Linear& a, const ByteDecoding& decoding, const ArrayView& x, const InterleavedLimbs& to, int64_t begin, int64_t end) {
   constexpr int64_t of_word = 4 / sizeof(Limb), columns = F * of_word, parts = sizeof(Limb) == 1 ? D : words_for(D);

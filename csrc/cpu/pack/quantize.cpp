@@ -1,7 +1,11 @@
-// Integers of a weight, rounded to nearest with a scale a group from its largest magnitude or its range, and packed. Compiled
-// once for each instruction set (LOWBIT_SET is its namespace), from plain loops of sixteen that a compiler turns into vectors.
+// Round-to-nearest quantization of a weight [N, K] to integers, with a scale for each group from its largest magnitude or its
+// range, and bit packing. Compiled once for each instruction set (LOWBIT_SET is its namespace) from plain loops that compilers
+// vectorize.
 //
-// Every step is that of the reference (lowbit/scales.py, lowbit/grid.py) in fp32, so that the bytes are the same.
+//    w [N, K] --load--> f32 group --min, max--> scale, zero_point --round--> codes u8 [K] --pack_plane--> packed [N, K bits / 8]
+//
+// Contract: bit for bit the result of lowbit/scales.py and lowbit/grid.py, each step in fp32. Limit: the bytes of w, and one
+// division for each weight.
 #include "quantize.h"
 
 #include <cmath>
@@ -14,7 +18,7 @@ namespace {
 
 constexpr int vector_width = 16;
 
-// `count` numbers from element i on as floats, and zeros up to a multiple of sixteen.
+// Loads `count` values from element i on as floats, padded with zeros to a multiple of vector_width.
 void load(const ArrayView& w, int64_t i, int64_t count, float* to) {
   if (w.dtype == Dtype::float32) {
     memcpy(to, static_cast<const float*>(w.data) + i, count * sizeof(float));
@@ -33,7 +37,7 @@ struct Range {
   bool finite;
 };
 
-// The extremes of sixteen lanes, and with 0.
+// Minimum and maximum of a group, both including 0, and whether all values are finite.
 Range range_of(const float* w, int64_t count) {
   float low[vector_width] = {}, high[vector_width] = {}, nothing[vector_width] = {};
   for (int64_t i = 0; i < count; i += vector_width)
@@ -41,7 +45,7 @@ Range range_of(const float* w, int64_t count) {
       const float x = w[i + j];
       low[j] = x < low[j] ? x : low[j];
       high[j] = x > high[j] ? x : high[j];
-      nothing[j] += x * 0.0f;  // NaN from infinity and NaN
+      nothing[j] += x * 0.0f;  // 0 * infinity and 0 * NaN are NaN
     }
   Range all = {0, 0, true};
   for (int j = 0; j < vector_width; j++) {
@@ -52,19 +56,19 @@ Range range_of(const float* w, int64_t count) {
   return all;
 }
 
-// What the reference refuses: an infinite scale, and one of normal numbers that 16-bit floats hold as 0. One that is lost among
-// subnormal numbers leaves a group of zeros.
+// Scales that the reference rejects: infinite, or 0 in float16 though the group has normal values. A group of subnormal values
+// may have a scale of 0.
 inline bool is_lost(const Quantize& a, float value, float scale) {
   return !std::isfinite(scale) || (a.dtype == Dtype::float16 && scale == 0 && std::fabs(value) * a.high >= 0x1p-126f);
 }
 
-// The scale of a group without a zero point: positive where it reaches equally far both ways.
+// The scale of a group without zero_point; negative where the value of largest magnitude has to map to `low`.
 inline float scale_of_range(const Quantize& a, const Range& range) {
   const bool is_even = a.reach == a.largest || -range.low == range.high, is_low = -range.low > range.high;
   return is_even ? (is_low ? -range.low : range.high) / a.largest : (is_low ? range.low : range.high) / a.reach;
 }
 
-// A scale as it is stored; what it then stands for.
+// Stores a scale in its dtype and returns the rounded value.
 float store_scale(const Quantize& a, int64_t at, float value) {
   if (a.dtype == Dtype::float32) return static_cast<float*>(a.scale)[at] = value;
   uint16_t* to = static_cast<uint16_t*>(a.scale) + at;
@@ -72,19 +76,19 @@ float store_scale(const Quantize& a, int64_t at, float value) {
   return half_to_f32(*to = to_half(value));
 }
 
-// w / over + zero, rounded to the nearest even integer of low .. high, as a code: 1.5 * 2^23 leaves integers in the lower bits of
-// a float.
+// codes = clamp(w / over + zero, low, high) rounded to nearest even. Adding 1.5 * 2^23 leaves the integer in the low bits of the
+// float.
 void round_all(const Quantize& a, const float* w, int64_t count, float over, float zero, uint8_t* codes) {
-  constexpr float integers = 12582912.0f;
+  constexpr float round_bias = 12582912.0f;
   const uint32_t mask = (1u << a.bits) - 1;
   for (int64_t i = 0; i < count; i += vector_width)
     for (int j = 0; j < vector_width; j++) {
-      float number = w[i + j] / over + zero;
-      number = number < a.low ? a.low : number;
-      number = number > a.high ? a.high : number;
-      number += integers;
+      float value = w[i + j] / over + zero;
+      value = value < a.low ? a.low : value;
+      value = value > a.high ? a.high : value;
+      value += round_bias;
       uint32_t bits;
-      memcpy(&bits, &number, 4);
+      memcpy(&bits, &value, 4);
       codes[i + j] = static_cast<uint8_t>(bits & mask);
     }
 }
@@ -92,7 +96,7 @@ void round_all(const Quantize& a, const float* w, int64_t count, float over, flo
 template <int width>
 void pack_plane(const uint8_t* codes, int64_t k, int shift, uint8_t* to) {
   constexpr int each = 8 / width, mask = (1 << width) - 1;
-  for (int64_t i = 0; i < (k + each - 1) / each; i++) {  // there are zeros behind the codes
+  for (int64_t i = 0; i < (k + each - 1) / each; i++) {  // codes are padded with zeros
     int byte = 0;
     for (int j = 0; j < each; j++) byte |= (codes[i * each + j] >> shift & mask) << (j * width);
     to[i] = static_cast<uint8_t>(byte);

@@ -1,4 +1,4 @@
-// Rows of a weight rounded to nearest and packed: what the binding hands to the kernel. See quantize.cpp.
+// Round-to-nearest quantization and packing of a weight: what the binding hands to quantize.cpp.
 #pragma once
 
 #include "../kernels/linear.h"
@@ -10,17 +10,17 @@ struct Quantize {
   ArrayView w;              // [n, k]
   int64_t n, k, group;
   int bits;
-  float low, high;        // the integers that codes stand for
-  float largest;          // the largest that has an opposite
-  float reach;            // what the value of largest magnitude of a group becomes: `low`, or `largest`
-  Dtype dtype;          // how scales are stored
+  float low, high;        // range of the integers of the codes
+  float largest;          // the largest integer whose negative is a code too
+  float reach;            // integer that the value of largest magnitude maps to: `low`, or `largest`
+  Dtype dtype;          // dtype of the scales
   void* scale;            // [n, groups]
-  uint8_t* zero;          // [n, groups]; none: codes have a sign
+  uint8_t* zero;          // [n, groups]; null: symmetric, signed codes
   uint8_t* packed;        // [n, packed_size(bits, k)]
 };
 
-// Rows begin .. end - 1. False: a weight is not finite, or a scale became infinite or 0 as it was stored and is none of subnormal
-// numbers. One for each instruction set, chosen by the processor at run time.
+// Quantizes rows [begin, end). False: a weight is not finite, or a scale is infinite, or 0 for a group with normal values. One
+// for each instruction set, chosen at run time.
 #define LOWBIT_DECLARE(set)                                              \
   namespace set {                                                        \
   bool quantize(const Quantize&, int64_t begin, int64_t end);            \

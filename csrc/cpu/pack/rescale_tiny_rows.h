@@ -1,4 +1,4 @@
-// Rows of x that are so small that their products would be no normal numbers.
+// Rows of x so small that products with them would be subnormal (slow and imprecise) are scaled up by a power of two.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace lowbit::cpu {
 
-// The bits of a row's largest magnitude below those of infinity and NaN; the numbers of 16 bits as they are stored.
+// Bits of the largest magnitude in a row, as an integer of its width; infinity and NaN are the largest.
 template <typename Bits>
 Bits largest_of(const void* row, int64_t k) {
   constexpr Bits magnitude = static_cast<Bits>(-1) >> 1;
@@ -25,14 +25,14 @@ Bits largest_of(const void* row, int64_t k) {
   return static_cast<Bits>(largest);
 }
 
-// Rows of x whose products would sink into subnormal numbers, times powers of two: `maximum` of a row is 2^-64 at least, or 0.
+// Scales rows of x with max |x| < 2^-64 up to 2^-64 by a power of two, which is exact.
 struct RescaledRows {
   static constexpr int minimum = -64;
-  std::unique_ptr<float[]> numbers;       // [m, k], where a row is raised
-  float row_scale[max_float_rows];                  // what the sums of a row are multiplied by
+  std::unique_ptr<float[]> numbers;       // [m, k], where any row is scaled
+  float row_scale[max_float_rows];                  // [m]: factor of each row's sums
   RescaledRows(const ArrayView& x, int64_t m, int64_t k) {
     std::fill(row_scale, row_scale + max_float_rows, 1.0f);
-    if (x.dtype == Dtype::float16) return;  // of which none is so small
+    if (x.dtype == Dtype::float16) return;  // no float16 value is that small
     int up[max_float_rows] = {};
     bool any = false;
     for (int64_t row = 0; row < m; row++) {

@@ -1,4 +1,4 @@
-// What a product by limbs of x works out from the weight alone: whether its numbers are bytes, and the groups of its steps.
+// What a split-int8 product derives from the weight alone: how codes become bytes, and the groups of its steps.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>
@@ -11,7 +11,7 @@
 
 namespace lowbit::cpu {
 
-// Whether the numbers, times `up`, are those of two's complement codes, or of codes without a sign.
+// Whether the values times `up` are those of two's complement or of unsigned integer codes.
 inline bool are_integers(const float* values, int bits, bool is_signed, float up = 1) {
   const int sign = is_signed ? 1 << (bits - 1) : 0;
   for (int code = 0; code < 1 << bits; code++)
@@ -19,7 +19,8 @@ inline bool are_integers(const float* values, int bits, bool is_signed, float up
   return true;
 }
 
-// Weights as bytes less an offset, times a power of two; false where a format's numbers are not that.
+// Expresses a format as (byte - offset) * 2^-log, with the code as the byte or looked up in table [64]; false where its values
+// are not small integers times a power of two.
 inline bool to_byte_decoding(const Linear& a, ByteDecoding& decoding, uint8_t* table) {
   for (int log = 0; log <= 8; log++) {
     const float up = static_cast<float>(1 << log);
@@ -41,7 +42,7 @@ inline bool to_byte_decoding(const Linear& a, ByteDecoding& decoding, uint8_t* t
       minimum = number < minimum ? number : minimum, maximum = number > maximum ? number : maximum;
     }
     if (!whole) continue;
-    if (maximum - minimum > 127) return false;  // AVX2 adds products in 16 bits
+    if (maximum - minimum > 127) return false;  // the int16 sums of AVX2 would overflow
     for (int code = 0; code < 64; code++) table[code] = static_cast<uint8_t>(a.values[code % codes] * up - minimum);
     decoding = {0, static_cast<int>(-minimum), table, 1 / up};
     return true;
@@ -49,7 +50,7 @@ inline bool to_byte_decoding(const Linear& a, ByteDecoding& decoding, uint8_t* t
   return false;
 }
 
-// Whether the sums of a lane hold in 32 bits: columns of x as integers less than 2^22, times 512 at most.
+// Whether a lane's sum fits in int32: x has 22 bits and a sign, so the sum of |code| in a lane may be 512 at most.
 inline bool sums_fit_int32(const Linear& a, const ByteDecoding& decoding, bool has_zeros) {
   int maximum = (1 << a.bits) - 1;
   if (!has_zeros) {
@@ -63,13 +64,13 @@ inline bool sums_fit_int32(const Linear& a, const ByteDecoding& decoding, bool h
   return maximum * 4 * fields_of(a.bits) <= 512;
 }
 
-// It holds no pointer into itself, so that its bytes may lie anywhere; the groups of its steps lie where whoever makes it likes.
+// Position independent: it holds no pointer into itself and may be copied as bytes. The caller keeps the group table.
 struct SplitInt8Plan {
   const GemvKernels* kernels;
-  int count;           // limbs of a number of x
+  int count;           // limbs of a value of x
   int64_t size;        // bytes of those
   int64_t columns, steps, slices;
-  bool uniform;        // each step is of one group
+  bool uniform;        // each step lies in one group
   bool quad_sums;
   bool has_table;
   int flipped, offset;
@@ -94,7 +95,7 @@ struct SplitInt8Plan {
 
   ByteDecoding byte_decoding() const { return {flipped, offset, has_table ? table : nullptr, unit}; }
 
-  // Numbers that tell the groups: the first of each step, and behind those of all steps what each lane is of.
+  // Entries of the group table: [steps] first group of each step, then, unless uniform, [steps, lanes] group of each lane.
   int64_t group_table_size() const { return steps * (uniform ? 1 : 1 + kernels->lanes); }
   void fill_groups(const Linear& a, int32_t* groups) const {
     const int lanes = kernels->lanes, lane_group = 4 * fields_of(a.bits);

@@ -1,4 +1,4 @@
-// The rows of a weight over torch's threads, and the room that they work in.
+// Distribution of a weight's rows over torch's threads, and aligned buffers.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,8 +13,8 @@
 
 namespace lowbit::cpu {
 
-// The rows of the weight over torch's threads, in tasks of eight, so that no thread's share cuts a tile of rows; a thread takes
-// at least so many weights.
+// Static split: `multiply(begin, end)` over all rows, in multiples of eight, so that no thread cuts a tile of rows, and with at
+// least 65536 weights for each thread.
 template <typename Multiply>
 void parallel_rows(const Linear& a, const Multiply& multiply) {
   constexpr int64_t rows = 8, weights = 1 << 16;
@@ -24,39 +24,41 @@ void parallel_rows(const Linear& a, const Multiply& multiply) {
   });
 }
 
-// The same in turns of `weights` and more: a thread takes part of what is left, less each time, so that one which is held up by
-// others holds up none. It takes its next turn before it multiplies the `last` rows of one, which are a call of their own, so
-// that what they read ahead is what it goes on with. `on_first` is called once by each thread, with its first turn. `rows`: turns
-// are of multiples of as many.
+// Dynamic split in multiples of `rows` rows and at least `min_weights` weights: a thread claims a decreasing part of what is left
+// (guided scheduling), so that a thread that is delayed delays no other. The next range is claimed before the `last_rows` of the
+// current one are multiplied, in a call of their own, so that their prefetches reach into it. `on_first(range)`: once in each
+// thread.
 template <typename Multiply, typename OnFirst>
-void parallel_dynamic(const Linear& a, int64_t rows, int64_t weights, int64_t last, const Multiply& multiply, const OnFirst& on_first) {
-  const int64_t of_thread = std::min<int64_t>(weights, 1 << 17);
-  const int64_t tasks = (a.n + rows - 1) / rows, of_task = rows * (a.k > 0 ? a.k : 1), minimum = weights / of_task + 1;
+void parallel_dynamic(const Linear& a, int64_t rows, int64_t min_weights, int64_t last_rows, const Multiply& multiply,
+                      const OnFirst& on_first) {
+  const int64_t min_weights_per_thread = std::min<int64_t>(min_weights, 1 << 17);
+  const int64_t tasks = (a.n + rows - 1) / rows, weights_per_task = rows * (a.k > 0 ? a.k : 1);
+  const int64_t min_tasks = min_weights / weights_per_task + 1;
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, tasks, of_thread / of_task + 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, tasks, min_weights_per_thread / weights_per_task + 1, [&](int64_t begin, int64_t end) {
     const auto claim = [&](RowRange& range) {
-      for (int64_t at = next.load();;) {
-        if (at >= tasks) return false;
-        const int64_t half_share = (tasks - at) * (end - begin) / (2 * tasks);
-        const int64_t stop = std::min(at + std::max(half_share, minimum), tasks);
-        if (!next.compare_exchange_weak(at, stop)) continue;
-        range = {at * rows, std::min(stop * rows, a.n), 0};
+      for (int64_t task = next.load();;) {
+        if (task >= tasks) return false;
+        const int64_t half_share = (tasks - task) * (end - begin) / (2 * tasks);
+        const int64_t stop = std::min(task + std::max(half_share, min_tasks), tasks);
+        if (!next.compare_exchange_weak(task, stop)) continue;
+        range = {task * rows, std::min(stop * rows, a.n), 0};
         return true;
       }
     };
-    RowRange range, following;
-    bool more = claim(range);
-    if (more) on_first(range);
-    for (; more; range = following) {
-      const int64_t from = std::max(range.begin, range.end - last);
-      if (range.begin < from) multiply(RowRange{range.begin, from, from});
-      more = claim(following);
-      if (from < range.end) multiply(RowRange{from, range.end, more ? following.begin : range.end});
+    RowRange range, next_range;
+    bool has_next = claim(range);
+    if (has_next) on_first(range);
+    for (; has_next; range = next_range) {
+      const int64_t last_begin = std::max(range.begin, range.end - last_rows);
+      if (range.begin < last_begin) multiply(RowRange{range.begin, last_begin, last_begin});
+      has_next = claim(next_range);
+      if (last_begin < range.end) multiply(RowRange{last_begin, range.end, has_next ? next_range.begin : range.end});
     }
   });
 }
 
-// Work that one of some threads does, the first that comes, and for which the others wait.
+// Work done by the first thread that calls; the others wait for it.
 class Once {
  public:
   template <typename Work>
@@ -75,7 +77,7 @@ class Once {
   std::atomic<int> state_{to_do};
 };
 
-// Room that kernels read a register at a time: it begins with a line, since a register from two of them takes twice as long.
+// A buffer aligned to a cache line: a vector load that crosses lines takes twice as long.
 struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }
 };

@@ -1,6 +1,6 @@
-// Threads that go through a sequence of phases together, awake from the first to the last: between two products a thread that sleeps
-// takes longer to wake than what lies between them. What is left of a phase goes to whoever comes; a phase ends when all of it is
-// done, however many threads there are.
+// Threads that go through a sequence of phases together and spin between them: waking a sleeping thread takes longer than the
+// work between two products of a decoder layer. Work in a phase is claimed dynamically; a phase ends when all of it is done, with
+// any number of threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -18,7 +18,7 @@ namespace lowbit::cpu {
 
 class Phase {
  public:
-  // Takes one after the other of what others leave of `count`, and waits for them.
+  // Claims the items of `count` one at a time, then waits until all are done.
   template <typename Work>
   void each(int64_t count, const Work& work) {
     for (int64_t i; (i = next_.fetch_add(1)) < count;) {
@@ -28,13 +28,13 @@ class Phase {
     wait(count);
   }
 
-  // The same in turns, less each time, so that one which is held up holds up none. `on_first` is called with the first turn.
+  // The same in decreasing ranges (guided scheduling) of at least `minimum` items. `on_first(begin)`: once in each thread.
   template <typename OnFirst, typename Work>
   void turns(int64_t count, int64_t minimum, int64_t threads, const OnFirst& on_first, const Work& work) {
     int64_t at, stop;
-    const bool any = take(count, minimum, threads, at, stop);
+    const bool any = claim(count, minimum, threads, at, stop);
     on_first(any ? at : count);
-    for (bool more = any; more; more = take(count, minimum, threads, at, stop)) {
+    for (bool has_next = any; has_next; has_next = claim(count, minimum, threads, at, stop)) {
       work(at, stop);
       done_.fetch_add(stop - at, std::memory_order_release);
     }
@@ -42,7 +42,7 @@ class Phase {
   }
 
  private:
-  bool take(int64_t count, int64_t minimum, int64_t threads, int64_t& at, int64_t& stop) {
+  bool claim(int64_t count, int64_t minimum, int64_t threads, int64_t& at, int64_t& stop) {
     for (at = next_.load();;) {
       if (at >= count) return false;
       stop = std::min(at + std::max((count - at) / (2 * threads), minimum), count);
@@ -51,8 +51,8 @@ class Phase {
   }
 
   void wait(int64_t count) const {
-    for (int looks = 0; done_.load(std::memory_order_acquire) < count; looks++) {
-      if (looks > 4096) std::this_thread::yield();  // another one has the processor
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
+      if (spins > 4096) std::this_thread::yield();  // another thread may need this core
 #if defined(__x86_64__)
       else _mm_pause();
 #endif
@@ -63,7 +63,7 @@ class Phase {
   alignas(64) std::atomic<int64_t> done_{0};
 };
 
-// `work(i)` on as many of torch's threads as it lends, `threads` at most, each with a number of its own.
+// Runs `work(i)` on up to `threads` of torch's threads, each with its own i.
 template <typename Work>
 void as_team(int64_t threads, const Work& work) {
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) { work(begin); });
