@@ -1,16 +1,15 @@
-// y = x W^T for many rows of x in bfloat16, on the processor's own dot products of it: what the binding hands to the kernel. See
-// bf16_dot_gemm.cpp.
+// GEMM for many rows of x in bfloat16: what the binding hands to bf16_dot_gemm.cpp.
 #pragma once
 
 #include "linear.h"
 
 namespace lowbit::cpu {
 
-constexpr int64_t dot_columns = 32;  // that a register holds
+constexpr int64_t dot_columns = 32;  // bfloat16 values in a register
 constexpr int64_t page = 2048;
 
-// Columns from row to row. Long rows lie half a page and a line beyond whole pages from each other, so that blocks of several
-// rows fill all sets of the first-level cache evenly.
+// Columns from row to row, padded. Long rows start half a page and a line apart modulo whole pages, so that blocks of several
+// rows spread over all sets of the L1 cache.
 static inline int64_t padded_stride(int64_t k) {
   const int64_t whole = (k + dot_columns - 1) / dot_columns * dot_columns;
   if (whole < page / 2) return whole;

@@ -2,7 +2,7 @@
 // SwiGLU. Compiled once for each instruction set (LOWBIT_SET is its namespace); element-wise loops are plain, for compilers to
 // vectorize.
 //
-//    q, k, v [tokens, heads, size] --norm?, rope--> queries f32 --score--> f32 [tokens, places] --softmax--> gather --> y [tokens, size]
+//    q, k, v [tokens, heads, size] --norm, rope--> queries f32 --score--> [tokens, places] --softmax--> gather --> y [tokens, size]
 //                                          |                      ^                                           ^
 //                                          +--> new keys, values  K cache [heads, places, size]               V cache
 //

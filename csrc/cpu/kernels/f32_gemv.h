@@ -1,8 +1,8 @@
 // fp32 GEMV for formats that are not small integers (fp8, fp6 e3m2, nf4): each code is decoded to a float in registers.
 //
 //    x [M, K] --pack_floats--> f32 [steps, M, fields, 4 lanes], in the order in which codes are decoded
-//    row: planes --unpack--> codes u8 --shift to half, vcvtph2ps | table lookup--> w f32 --fma--> sums [lanes] --* group scale--> total
-//                                                                                                     sum of lanes --> y [M, R rows]
+//    row: planes --unpack--> codes u8 --shift, vcvtph2ps | lookup--> w f32 --fma--> sums [lanes] --* group scale--> total
+//                                                                             y [M, R rows] <--sum of lanes--+
 //
 // Contract: exact: fp32 sums of the exact quantized weights. Limit: at M = 1 the bytes of the weight, in practice the conversion
 // of codes. Reached (evals/results/gemv_cpu.json, 11008 x 4096, AMD EPYC with AVX-512, 2 threads, M = 1): fp8 2011 us, 0.45 of

@@ -1,9 +1,9 @@
 // Split-int8 GEMV over interleaved weights (32 rows together, four bytes of each in turn: lowbit_kernels/interleaved.py).
 //
-//    x [M, K] --pack_limbs_interleaved--> limbs int8 [M, units, fields, D], sums of limbs int32 [M, runs, D], scale f32 [M, K / 512]
+//    x [M, K] --pack_limbs_interleaved--> limbs int8 [M, units, fields, D], their sums int32, scales f32 [M, K / 512]
 //                                            |
 //                                            v four bytes of x broadcast to all lanes
-//    unit: [words][32 rows][4 bytes] --load, shift, mask--> codes u8 [32 rows][4] --dpbusd / maddubs--> int32 [32 rows], exact in a run
+//    unit: [words][32 rows][4 bytes] --load, shift, mask--> codes u8 [32 rows][4] --dpbusd / maddubs--> int32 [32 rows], exact
 //                                                                                         |
 //    zero points u8, group scales [G][32] ----- - zero * sum of limbs, * group scale ---->+--> f32 part [32 rows]
 //                                                                                         |

@@ -61,8 +61,8 @@ inline __m256i quad_sums(const __m256i* of_row) {
   return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
 }
 
-// `count` units of U steps, each of one group, R rows of the weight times M rows of x in D limbs, added to total [M, R], or to [M]
-// where `use_quads` puts four rows in a register. Not inlined and long-running, so that registers hold only what a step needs.
+// `count` units of U steps of a group: R rows of the weight times M rows of x in D limbs, added to total [M, R], or to [M] where
+// `use_quads` puts four rows in a register. Not inlined and long-running, so that registers hold only what a step needs.
 template <int bits, int tables, int largest, int D, int M, int U, bool use_quads, bool in_groups, bool has_zeros>
 __attribute__((noinline)) void gemv_tile(const CodeUnpacker<bits, tables>& codes_of, const TileArgs<bits>& args, int64_t count,
                                           __m256* total) {

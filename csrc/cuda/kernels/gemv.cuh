@@ -1,9 +1,14 @@
-// y = x W^T for up to eight rows of x, from the canonical packing: int4, uint4, int8, uint8 under group scales.
+// GEMV over the canonical packing for up to eight rows of x: int4, uint4, int8, uint8 with group scales. The fallback for weights
+// that are not in the layout mma_fragment.
 //
-// A block takes `block_rows` rows of the weight. Its warps share the row's K between them, sixteen bytes of codes a
-// lane at a time; the codes become exact integers less their zero point, their products with x are added in fp32 within
-// a group, the group's scale multiplies that sum in fp32, and the warps' sums are added in a fixed order. Nothing is
-// rounded to 16 bits before y. Integers less their zero point and x are exact, so only sums and scales round.
+//    x [M, K] ----------------------------------------------------+
+//    packed [R rows] --16 bytes a lane--> q - zero_point, exact --+--fma--> f32 sums of a group --* scale--> f32 sums of a lane
+//                                                     y [M, R rows] <--bias, round-- warp shuffles, shared memory <----+
+//
+// A block computes block_rows rows; its warps split K. Sums are added in a fixed order.
+// Contract: exact: fp32 sums of the exact quantized weights, rounded once.
+// Limit: the bytes of the weight at M = 1, fp32 multiply-adds for more rows (no tensor cores).
+// Figures: none in evals/results, which measure the layout's kernels.
 #pragma once
 
 #include "../../decode.h"
@@ -30,7 +35,7 @@ struct Gemv {
   bool is_signed;
 };
 
-// Two elements of x, as they lie in a register.
+// The two elements of x in a register.
 template <typename T>
 __device__ __forceinline__ float2 pair(uint32_t word);
 template <>
@@ -46,8 +51,8 @@ __device__ __forceinline__ float scale_at(const Gemv& a, int64_t row, int64_t g)
   return load_float(a.scale, a.scale_dtype, row * a.scale_stride + g);
 }
 
-// A signed code with its top bit flipped is the number plus half of the range: signed codes are unsigned ones with that
-// zero point. 2^23 + code is a float whose low bits are the code; less (2^23 + zero point) it is exactly code - zero.
+// Signed codes with the top bit flipped are unsigned codes with zero point 2^(bits - 1). The float with bits 0x4b000000 | code
+// has the value 2^23 + code; subtracting 2^23 + zero_point gives code - zero_point exactly.
 template <int bits>
 struct Code {
   static constexpr uint32_t half = 1u << (bits - 1), mask = (1u << bits) - 1, magic = 0x4b000000u;
@@ -60,7 +65,7 @@ struct Code {
   }
 };
 
-// The sums of the block's warps in a fixed order, bias, and the one rounding.
+// Adds the sums of the block's warps in a fixed order, then bias, then rounds once.
 template <typename T, int R, int M>
 __device__ __forceinline__ void finish(const Gemv& a, int64_t row, float (&sums)[R][M]) {
   __shared__ float shared[warps][R * M];
@@ -90,7 +95,7 @@ __device__ __forceinline__ void finish(const Gemv& a, int64_t row, float (&sums)
 template <int M>
 constexpr int block_rows = M <= 2 ? 4 : 2;
 
-// Rows on 16 bytes, K and the group multiples of the codes in 16 bytes. M is a.m rounded up to 1, 2, 4 or 8.
+// For rows aligned to 16 bytes, and K and groups of whole 16-byte chunks. M is a.m rounded up to 1, 2, 4 or 8.
 template <int bits, typename T, int M>
 __global__ void __launch_bounds__(warps * 32) gemv_aligned(const Gemv a) {
   constexpr int R = block_rows<M>, chunk = 128 / bits, word = 32 / bits;
@@ -105,12 +110,12 @@ __global__ void __launch_bounds__(warps * 32) gemv_aligned(const Gemv a) {
     float offset[R], part[R][M] = {};
 #pragma unroll
     for (int r = 0; r < R; r++) {
-      const int64_t at = min(row + r, a.n - 1);  // a row beyond the last one repeats it, and is not written
+      const int64_t at = min(row + r, a.n - 1);  // rows beyond the last repeat it and are not written
       codes[r] = __ldcs(reinterpret_cast<const uint4*>(a.packed + at * a.packed_stride) + c);
       offset[r] = Code<bits>::offset(a, at, g);
     }
 #pragma unroll
-    for (int i = 0; i < chunk / 8; i++) {  // eight codes, sixteen bytes of each row of x
+    for (int i = 0; i < chunk / 8; i++) {  // eight codes and sixteen bytes of each row of x
       float w[R][8];
 #pragma unroll
       for (int r = 0; r < R; r++)
@@ -142,7 +147,7 @@ __global__ void __launch_bounds__(warps * 32) gemv_aligned(const Gemv a) {
   finish<T>(a, row, sums);
 }
 
-// Any K, group and alignment: one row a block, a run of K for each warp, one code a lane.
+// For any K, group size and alignment: one row in a block, a range of K for each warp, one code in a lane at a time.
 template <int bits, typename T>
 __global__ void __launch_bounds__(warps * 32) gemv_any(const Gemv a) {
   const int64_t row = blockIdx.x;

@@ -1,16 +1,21 @@
-// y = x W^T for many rows of x on Hopper's tensor cores, from the layout mma_fragment.
+// GEMM of 16-bit x and low-bit weights on Hopper's tensor cores (wgmma), from the layout mma_fragment.
 //
-// A block makes 128 rows of W times `columns` rows of x. One thread copies units of W into a ring in shared memory, another
-// boxes of x into a second one; eight warps, each with a tile of 16 rows, decode their lanes' codes into operand A of wgmma, in
-// registers, and multiply by x where it lies.
+//    units of W (global) --bulk copies--> ring in shared memory --decode in registers--> operand A, 128 rows --+
+//    x [M, K] (global) --TMA boxes, 128B swizzle--> ring in shared memory ------------------> operand B -------+--wgmma--> f32
+//                                                                                                                          |
+//    y [M, N] <--bias, round-- splitk_reduce.cuh (cluster, two clusters) <-- total [columns, 128] <--* scale (exact) <-----+
 //
-// Exact: the tensor cores add up exact products of codes and x for the columns of a group, in fp32, and its scale multiplies
-// that sum in fp32. Else: each weight is its number times its scale, rounded once to the type of x, before it is multiplied;
-// where such products have few bits (codes of four bits and scales that are powers of two) nothing is rounded.
+// A block computes 128 rows of W times `columns` rows of x. Producer warps fill the rings (mixed_gemm_producers.cuh); eight
+// consumer warps, each with a tile of 16 rows, decode batches of codes while the tensor cores multiply the batch before. K is
+// split among the blocks of a cluster, and between two clusters where that fills the device (tile_scheduler.cu); sums are added
+// in a fixed order. Weights are constant, so their copies start before the kernel that writes x has ended (PDL).
 //
-// The columns of W may be cut among the blocks of a cluster, whose sums meet in their shared memory, always in the same order,
-// and between two clusters, the last of which adds the sums of the first.
-// Weights never change, so their copies start before the kernel that writes x has ended.
+// Contract: exact: the tensor cores add exact products of codes and x over a group, in fp32, and the group's scale multiplies
+// that sum in fp32. Or weights rounded once: value times scale is rounded to the type of x before it is multiplied; with few bits
+// (4-bit codes and power-of-two scales) nothing is rounded.
+// Limit: the bytes of W up to M = 64; from M = 256 on the dense 16-bit tensor throughput.
+// Reached (evals/results/gemv_h100.json, 8192 x 8192, bfloat16, one H100): int4 15.4 us at M = 16, 0.73 of the time to read its
+// bytes and 3.1 times as fast as F.linear; 19.4 us at M = 64, 2.5 times; 756 us at M = 4096, 727 TFLOP/s, 0.97 times F.linear.
 #pragma once
 
 #include "../decode/weight_decoders.cuh"
@@ -28,11 +33,11 @@
 namespace lowbit::cuda {
 
 constexpr int weight_warp = tiles_per_block, x_warp = tiles_per_block + 1;  // warps
-constexpr int barriers_ready_barrier = 2;  // a barrier of all threads: those in shared memory have been started
+constexpr int barriers_ready_barrier = 2;  // named barrier 2: the mbarriers in shared memory have been initialized
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// The sums of a lane: rows lane / 4 and that + 8 of its warp's tile, columns 8 i + 2 (lane % 4) and that + 1 of x.
-// While the tensor cores multiply some batches of codes, the sums of those before are scaled, and the next ones are decoded.
+// Fills `total`, a lane's sums: rows lane / 4 and lane / 4 + 8 of its warp's tile, columns 8 i + 2 (lane % 4) and one more of x.
+// While the tensor cores multiply some batches of codes, the sums of earlier batches are scaled and the next batches are decoded.
 template <class Codes, class T, class S>
 __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& share, uint8_t* memory, const uint8_t* units,
                                          uint8_t* table, Ring weights, Ring ring_of_x, uint64_t* x_arrived_bar,
@@ -43,8 +48,9 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
   constexpr int halves = batch / 16, steps = batch / 32, parts = S::is_exact ? Codes::parts : 1;
   constexpr int batches_per_group = S::is_exact ? S::group / batch : batches;
   constexpr bool has_zeros = Codes::supports_zero && (S::scaling == Scaling::plain || S::scaling == Scaling::local);
-  constexpr bool has_groups = S::scaling != Scaling::row, has_rest = S::scaling == Scaling::plain;  // T may not hold the scales
-  // As many batches as are ahead may have their products under way; those before `lag` of them have ended.
+  // has_rest: T cannot hold the scales exactly
+  constexpr bool has_groups = S::scaling != Scaling::row, has_rest = S::scaling == Scaling::plain;
+  // Up to `lookahead` batches may have products in flight; those `lag` batches back have finished.
   constexpr int lookahead = S::lookahead, operands = 2 * lookahead;
   constexpr int lag = S::is_exact && batches_per_group < lookahead ? batches_per_group : lookahead;
   constexpr int groups = batches / batches_per_group, kept_scales = groups < 4 ? groups : 4;
@@ -73,7 +79,7 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
   float2 scale[4] = {};
   uint32_t operand[operands][halves][parts][4];
   HeldCodes<bits> held[steps];
-  Runs<stages_per_run<Codes, S>, is_ring_a_run<Codes, S>> x(ring_of_x), free = x;  // free: what the products have read to its end
+  Runs<stages_per_run<Codes, S>, is_ring_a_run<Codes, S>> x(ring_of_x), free = x;  // free: stages whose products have finished
   const auto free_x = [&](int g) {
     if ((g + 1) * batch % S::stage_columns) return;
 #pragma unroll
@@ -82,7 +88,7 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
       free.pass(s);
     }
   };
-  const auto add = [&](int g) {  // the sums of the group that ends with a batch
+  const auto add = [&](int g) {  // adds the sums of the group that ends with batch g
     if constexpr (S::is_exact) {
       const int group = g / batches_per_group;
       pin_registers(sum[group % 2]);
@@ -109,14 +115,14 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
     scales.skip(of_unit * a.unit.groups / pieces);
     is_last_of_unit = of_unit + 1 == pieces;
   };
-  const auto read = [&](int g) {  // the codes of a batch; blocks of words last for several
+  const auto read = [&](int g) {  // loads the codes of batch g; a block of words serves several batches
 #pragma unroll
     for (int s = 0; s < steps; s++) {
       held[s] = held[s ? s - 1 : steps - 1];
       load_codes<bits>(unit, lane, g * steps + s, held[s]);
     }
   };
-  uint32_t largest[2] = {}, largest_used[2];  // codes of each row, without their signs
+  uint32_t largest[2] = {}, largest_used[2];  // [2 rows]: largest code without its sign, to find NaN
   uint32_t largest_scale = 0, largest_scale_used = 0;
   float2 now = {1.0f, 1.0f};
   ScaleParts of_row, of_row8;
@@ -125,7 +131,7 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
     for (int i = 0; i < halves; i++) {
       const int half = g * halves + i;
       if (has_groups && half * 16 % S::group == 0) {
-        if constexpr (has_zeros) {  // where there are none, what is read is something else: a choice, not a jump
+        if constexpr (has_zeros) {  // branch-free: without zero points the loaded value is ignored
           const uint2 read = scales.next_zeros();
           row = Codes::row(a.has_zero ? read.x : middle), row8 = Codes::row(a.has_zero ? read.y : middle);
         }
@@ -160,7 +166,7 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
 #pragma unroll
         for (int j = 0; j < 4; j++) operand[g % operands][i][p][j] = numbers[p][j];
     }
-    if (g + 1 == batches && is_last_of_unit) {  // all of this unit is in registers
+    if (g + 1 == batches && is_last_of_unit) {  // all of this unit is in registers: its stage is free
       __syncwarp();
       if (lane == 0) arrive(weights.free + weights.stage);
       weights.advance();
@@ -202,7 +208,7 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
       wgmma_commit();
       if (g + lookahead == batches) {
         if (u + 1 < share.last && (u + 1) % pieces == 0) mbarrier_wait(weights.full + weights.stage, weights.parity);
-        go_to_piece(u + 1);  // behind the last one there is no other: what is decoded then is not used
+        go_to_piece(u + 1);  // after the last piece nothing follows, and what is decoded here is not used
         largest_used[0] = largest[0], largest_used[1] = largest[1], largest_scale_used = largest_scale;
       }
       if (g + lookahead >= batches) read(g + lookahead - batches);
@@ -211,7 +217,7 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
       if (g >= lag && (g - lag + 1) % batches_per_group == 0) add(g - lag);
       decode((g + lookahead) % batches);
     }
-    if constexpr (S::is_exact) {  // at the end of a piece no products are under way
+    if constexpr (S::is_exact) {  // no products are in flight between two pieces
       wgmma_wait<0>();
 #pragma unroll
       for (int g = batches - lookahead; g < batches; g++) {
@@ -232,7 +238,7 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
     if (share.first == share.last) return;
     const auto is_nan = [&](uint32_t two) {
       const bool launch_tag = two >> 16 == Codes::magnitude >> 16 || (two & 0xffff) == (Codes::magnitude & 0xffff);
-      return (__ballot_sync(~0u, launch_tag) >> lane / 4 * 4 & 15) != 0;  // in any of the lanes that share the row
+      return (__ballot_sync(~0u, launch_tag) >> lane / 4 * 4 & 15) != 0;  // in any of the four lanes that share the row
     };
     const bool row_is = is_nan(largest_used[0]), row8_is = is_nan(largest_used[1]);
 #pragma unroll
@@ -296,7 +302,7 @@ __global__ void __launch_bounds__(S::threads, 1) mixed_gemm_kernel(const __grid_
     __syncwarp();
     if (a.blocks > 1) cluster_arrive_relaxed();
     launch_dependents();
-    setmaxnreg_inc<232>();  // what the others gave, of 168 each
+    setmaxnreg_inc<232>();  // the producers gave up registers; all start with 168
     float total[S::columns / 2] = {};
     multiply<Codes, T, S>(a, share, memory, memory + a.at.weights, memory + a.at.table, weights, x, arrivals.x, total);
     mbarrier_wait(arrivals.row_epilogues, 0);

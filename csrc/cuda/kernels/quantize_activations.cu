@@ -1,4 +1,4 @@
-// Launches round_activations.
+// Launches quantize_activations.cuh.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -8,14 +8,15 @@
 namespace lowbit::cuda {
 
 cudaError_t launch_quantize_activations(QuantizeActivations a, Dtype dtype, cudaStream_t stream) {
-  // A graph may let the product start while the kernel ahead ends; elsewhere weights may have been written just before.
+  // In a CUDA graph the next product may start while this kernel's predecessor ends (PDL). Elsewhere the weights may have been
+  // written by the kernel just before.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
   a.is_early = capture == cudaStreamCaptureStatusActive;
   const int chunks = (a.k + chunk_columns - 1) / chunk_columns;
   const int wanted = (chunks + chunks_per_thread * 32 - 1) / (chunks_per_thread * 32) * 32;
   const auto threads = static_cast<unsigned>(std::clamp(wanted, 32, max_threads_per_row));
-  const unsigned rows = threads == 32 && a.m > 4 * 132 ? 4 : 1;  // of a block
+  const unsigned rows = threads == 32 && a.m > 4 * 132 ? 4 : 1;  // rows in a block
   const auto blocks = static_cast<unsigned>(std::min<int64_t>((a.m + rows - 1) / rows, 1 << 30));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);

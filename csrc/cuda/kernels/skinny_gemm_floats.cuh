@@ -1,4 +1,4 @@
-// Floats of one width for skinny_gemm.cuh.
+// Instantiates skinny_gemm.cuh for float formats of one width.
 #pragma once
 
 #include "../schedule/skinny_gemm_launch.cuh"

@@ -1,4 +1,4 @@
-// Integers of one width for skinny_gemm.cuh.
+// Instantiates skinny_gemm.cuh for integers of one width.
 #pragma once
 
 #include "../schedule/skinny_gemm_launch.cuh"

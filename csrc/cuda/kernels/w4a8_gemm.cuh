@@ -1,8 +1,13 @@
-// The product of w8a8_gemm.cuh for W of signed 4-bit codes with a scale a group: W goes through registers, where a word of eight
-// codes becomes two of operand A, each code times 16. Columns are in another order there, and so are they in the codes of x:
-// of 32, the even ones come first.
+// GEMM of 8-bit x and signed 4-bit weights with group scales, as w8a8_gemm.cuh but with operand A from registers.
 //
-// The sums of a group are exact integers; they are multiplied with the group's scale and added up in fp32.
+//    W [N, K / 2] --TMA--> ring in shared memory --8 codes a word--> two registers of operand A, each code * 16 --+
+//    x int8 [M, K], even columns first --TMA--> ring in shared memory ------------------------> operand B --------+--wgmma--> s32
+//                                                           y [M, N] <--s_x, bias, round-- f32 <--* group scale <----------+
+//
+// Codes * 16 need one shift or AND for four codes; the unpacking permutes columns, so the codes of x are stored permuted too: of
+// 32 columns the even ones first.
+// Contract: exact: integer sums of a group, fp32 from there on.
+// Limit: the bytes of W for few rows, the unpacking and scaling in registers for many.
 #pragma once
 
 #include "w8a8_gemm.cuh"
@@ -11,29 +16,29 @@ namespace lowbit::cuda::w8a8 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// `steps_per_group`: steps of 32 columns that share a scale, 4 for all groups of 128 columns and more.
+// steps_per_group: steps of 32 columns that share a scale; 4 for groups of 128 columns and more.
 template <int T, int steps_per_group>
 __device__ __forceinline__ void multiply_w4(const W8A8Args& a, Ring<T, 4> ring, int64_t tiles, int groups_n, uint32_t staging,
                                                float* scales) {
   constexpr int steps = stage_k / 32, groups = steps / steps_per_group;
   const int thread = threadIdx.x, lane = thread % 32, block = cluster_rank();
   const int sharing = a.splits_columns ? 1 : a.cluster_size;
-  wait_for_dependencies();  // for the scales of x
+  wait_for_dependencies();  // the scales of x are written by the kernel before
   for (int64_t i = blockIdx.x / a.cluster_size; i < tiles; i += gridDim.x / a.cluster_size) {
     const TileIndex place(i, a.tiles_m, groups_n);
     const int row = thread / 32 * 16 + lane / 4;
     const int64_t n = (a.splits_columns ? place.n : static_cast<int64_t>(place.n) * a.cluster_size + block) * block_rows + row;
     const int64_t m = static_cast<int64_t>(place.m) * T + lane % 4 * 2;
     Rows rows(a, n);
-    rows.scale[0] = rows.scale[1] = 0.0625f;  // of 16 times the code; the group's own scale is in the sums
+    rows.scale[0] = rows.scale[1] = 0.0625f;  // 1 / 16, since operand A is 16 times the code; group scales are in the sums
     float x_scale[T / 128 + 1];
 #pragma unroll
     for (int e = 0; e < T / 128; e++) x_scale[e] = a.x_scale[static_cast<int64_t>(place.m) * T + 128 * e + thread % 128];
     const int first = a.splits_columns ? static_cast<int>(static_cast<int64_t>(a.steps) * block / a.cluster_size) : 0;
     const int last = a.splits_columns ? static_cast<int>(static_cast<int64_t>(a.steps) * (block + 1) / a.cluster_size) : a.steps;
 
-    // The four lanes of a row read the scales of one stage each, four stages ahead of their use. Beyond the edge the codes are
-    // zeros, and any scale will do.
+    // The four lanes of a row each load the scales of one stage, four stages before they are used. Beyond the edge codes are 0
+    // and any scale will do.
     float incoming[groups][2], held[groups][2];
     const auto read_scales = [&](int step) {
 #pragma unroll
@@ -65,7 +70,7 @@ __device__ __forceinline__ void multiply_w4(const W8A8Args& a, Ring<T, 4> ring, 
       uint32_t codes[steps][4];
 #pragma unroll
       for (int k = 0; k < steps; k++) {
-        // A row of W has 64 bytes, whose parts of 16 a tensor copy swizzles by pairs of rows.
+        // Rows of 64 bytes: TMA's 64-byte swizzle permutes 16-byte parts by pairs of rows.
         const uint32_t at = ring.w() + row * 64 + (k ^ row / 2 % 4) * 16 + lane % 4 * 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {

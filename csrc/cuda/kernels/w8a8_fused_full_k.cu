@@ -1,4 +1,4 @@
-// Launches eights_whole.
+// Launches w8a8_fused_full_k.cuh.
 #include "w8a8_fused_full_k.cuh"
 
 #include <cuda_runtime_api.h>
@@ -42,11 +42,12 @@ cudaError_t launch_with(const Operand& of_w, FusedFullK a, cudaStream_t stream) 
   config.stream = stream;
   cudaLaunchAttribute attributes[2] = {};
   config.attrs = attributes;
-  // A graph can let a kernel start while the one before it ends; elsewhere the weights may have been written just before.
+  // In a CUDA graph this kernel may start while its predecessor ends (PDL). Elsewhere the weights may have been written by the
+  // kernel just before.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
   if (capture == cudaStreamCaptureStatusActive) {
-    // Two blocks fill a multiprocessor: else those that start early would gather where the kernel before leaves most room.
+    // At most two blocks on a multiprocessor: early blocks would otherwise crowd where the kernel before leaves most room.
     config.dynamicSmemBytes = std::max(size, gpu.memory / 3);
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
@@ -75,11 +76,11 @@ FullKPlan plan_full_k(int64_t m, int64_t n, int64_t k) {
   const int64_t steps = (k + stage_k - 1) / stage_k;
   if (m > max_full_k_rows || steps < min_full_k_steps || k > FullKShape<16>::max_columns) return {};
   if (this_gpu(device, gpu) != cudaSuccess) return {};
-  const int sms = gpu.sms, max_in_clusters = sms * 3 / 4;  // clusters of four leave some empty
+  const int sms = gpu.sms, max_in_clusters = sms * 3 / 4;  // clusters of four leave some multiprocessors empty
   const auto blocks_of = [&](int rows, int rows_of_w) { return (m + rows - 1) / rows * ((n + rows_of_w - 1) / rows_of_w); };
   const int64_t small = blocks_of(16, FullKShape<16>::rows), usual = blocks_of(32, FullKShape<32>::rows);
   const int64_t large = blocks_of(64, FullKShape<64>::rows);
-  // What was fastest on an H100: small tiles where they leave some multiprocessors to the kernel behind.
+  // Fastest on an H100: small tiles where they leave some multiprocessors to the next kernel.
   if (small <= max_in_clusters) {
     const int64_t tiles = (m + 15) / 16;
     if (k <= FullKShape<64>::max_columns && small < sms / 3) return {16, 1};

@@ -1,4 +1,4 @@
-// Launches eights_at_once.
+// Launches w8a8_fused_split_k.cuh.
 #include "w8a8_fused_split_k.cuh"
 
 #include <cuda_runtime_api.h>
@@ -17,9 +17,9 @@ int split_k_blocks(int64_t m, int64_t n, int64_t k) {
   if (m > 8 * max_fused_rows || k > max_block_columns || this_gpu(device, gpu) != cudaSuccess) return 0;
   const int sms = gpu.sms;
   const int64_t tiles = (n + block_rows - 1) / block_rows, steps = (k + stage_k - 1) / stage_k;
-  // Pairs are always side by side; more of them may have to wait for others.
+  // Clusters of two are always scheduled; larger ones may have to wait for others.
   int blocks = steps >= 4 && 8 * tiles <= sms ? 4 : steps >= 2 && 2 * tiles <= sms ? 2 : 1;
-  // More rows are further tiles, as long as all of them run at once.
+  // More rows of x become further tiles, as long as all run at once.
   const int64_t tiles_m = (m + max_fused_rows - 1) / max_fused_rows;
   while (tiles_m > 1 && blocks > 1 && tiles * tiles_m * blocks > sms) blocks /= 2;
   if (tiles_m > 1 && tiles * tiles_m * blocks > sms) return 0;
@@ -59,11 +59,12 @@ cudaError_t launch_with(const CUtensorMap& w, FusedSplitK a, cudaStream_t stream
   config.stream = stream;
   cudaLaunchAttribute attributes[2] = {};
   config.attrs = attributes;
-  // A graph can let a kernel start while the one before it ends; elsewhere the weights may have been written just before.
+  // In a CUDA graph this kernel may start while its predecessor ends (PDL). Elsewhere the weights may have been written by the
+  // kernel just before.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
   if (capture == cudaStreamCaptureStatusActive) {
-    // Two blocks fill a multiprocessor: else those that start early would gather where the kernel before leaves most room.
+    // At most two blocks on a multiprocessor: early blocks would otherwise crowd where the kernel before leaves most room.
     config.dynamicSmemBytes = std::max(size(), gpu.memory / 3);
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;

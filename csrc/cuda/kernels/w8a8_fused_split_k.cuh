@@ -1,12 +1,14 @@
-// y = (x W^T) s_x s_w + bias in one kernel that rounds x itself: for little x, where a kernel of its own would cost more time
-// than the product.
+// Quantizes x and multiplies in one kernel, with K split over the blocks of a cluster: for little x, where a kernel of its own
+// for x would take longer than the product.
 //
-// A block multiplies 128 rows of W by T rows of x and a part of the columns; the blocks of a cluster have the other parts. Each
-// rounds its part of x into shared memory, in the order that tensor copies have, where it stays for all that the block
-// multiplies. The largest magnitudes of the parts meet first: each block writes its own into the memory of the others. The sums
-// of a tile go to the block of the cluster that writes these rows of W, and are added in a fixed order.
+//    x [T rows, part of K] --registers--> max |x| --cluster--> max of the row --> codes, swizzled --> shared memory --+
+//    W [128 rows, part of K] --TMA, before x is ready (PDL)--> ring in shared memory ---------------------------------+--wgmma-->
+//    y <--s_x s_w, bias, round-- sums in block order <--remote stores in the cluster-- sums of a tile <--
 //
-// One warp copies W, which never changes, so that it starts before the kernel that writes x has ended.
+// y = (x W^T) s_x s_w + bias. A block multiplies 128 rows of W by T rows of x and a part of the columns, and goes on to further
+// tiles with the same x. Each tile's sums go to the block that writes its rows and are added in a fixed order.
+// Contract: exact: integer sums (e4m3: the tensor cores' fp32 sums), one rounding.
+// Limit: latency and the bytes of W. Figures: evals/results/w8a8_h100.json.
 #pragma once
 
 #include "../ptx/cluster.cuh"
@@ -16,7 +18,7 @@ namespace lowbit::cuda::w8a8 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// The four numbers of a thread in eight rows of x, from sums that are complete.
+// A thread's four values in eight rows of x, from complete sums.
 template <int T, class Number>
 __device__ __forceinline__ void write_of_tile(const W8A8Args& a, const Rows& rows, const Number* sums, const RowScale* scales,
                                               int octet, int64_t m, int64_t n) {
@@ -65,10 +67,10 @@ __device__ __forceinline__ void multiply_part(const W8A8Args& a, Ring<T, 8>& rin
   }
 }
 
-// What a block has of the product: rows of x, columns and tiles, of which it takes each `step_of_tiles`-th.
+// A block's part of the product: rows of x, columns, and every step_of_tiles-th tile.
 struct BlockPart {
   uint32_t tiles_m, tiles, first_tile, step_of_tiles;
-  int first, steps, columns, rows_of_x;  // first: stage's worth of columns; columns: those that are there
+  int first, steps, columns, rows_of_x;  // first: first stage of columns; columns: those within K
   int64_t m;
 
   __device__ BlockPart(const FusedSplitK& all, int T, int blocks, int block) {
@@ -81,7 +83,7 @@ struct BlockPart {
   }
 };
 
-// By the warp that copies: some of W, then x, then the rest of W.
+// Run by the copying warp: some of W, then x, then the rest of W.
 template <class X, int T>
 __device__ __forceinline__ void copy_part(const CUtensorMap& w, const FusedSplitK& all, Ring<T, 8> ring, const BlockPart& part,
                                           const FusedSplitKMemory<T>& at, uint32_t x_arrived) {
@@ -116,7 +118,7 @@ __device__ __forceinline__ void copy_part(const CUtensorMap& w, const FusedSplit
   if (is_cluster) cluster_wait();
 }
 
-// Sends the sums of each warp to the block that writes its rows of W, and adds and writes those of this one, block 0's first.
+// Sends each warp's sums to the block that writes its rows of W; then adds this block's, block 0's first, and writes them.
 template <class Number, int T>
 __device__ __forceinline__ void add_parts(const W8A8Args& a, uint32_t memory, const Number (&sums)[T / 2], const Rows& rows,
                                           const RowScale* scales, int octets, int64_t m, int64_t n, uint32_t arrived) {
@@ -187,11 +189,12 @@ __global__ void __launch_bounds__(threads_per_block<T, 8>, 2)
     return;
   }
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = consumer_warps / blocks;  // warps' rows of a block
+  // share: warps whose rows a block writes
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = consumer_warps / blocks;
   const int row_in_tile = (blocks > 1 ? block * share + warp % share : warp) * 16 + lane / 4;
   const auto n_of = [&](uint32_t tile) { return static_cast<int64_t>(tile / part.tiles_m) * block_rows + row_in_tile; };
   Rows rows(a, n_of(part.first_tile));
-  if (blocks > 1) cluster_sync();  // all blocks have started, so that they can be sent to
+  if (blocks > 1) cluster_sync();  // all blocks of the cluster have started, so their shared memory may be written
   ActivationPart<Number, X, T> x;
   x.floats = reinterpret_cast<const X*>(memory + at.floats);
   x.rows = part.rows_of_x;
@@ -200,7 +203,7 @@ __global__ void __launch_bounds__(threads_per_block<T, 8>, 2)
   x.segments = (x.filled + segment_k - 1) / segment_k;
   x.inverse = ~0u / x.segments + 1;
   x.to = ring.memory + at.x;
-  mbarrier_wait(x_arrived, 0);  // the kernels before have ended, too
+  mbarrier_wait(x_arrived, 0);  // kernels before this one have also ended
   quantize_part<Number, X, T>(all, x, memory, at, maxima_arrived);
 
   const RowScale* const scales = reinterpret_cast<const RowScale*>(memory + at.scales);

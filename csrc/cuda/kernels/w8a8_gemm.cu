@@ -1,4 +1,4 @@
-// Launches w8a8_linear and w4a8_linear: the tensor maps, and how a product is cut into tiles for the device.
+// Launches w8a8_gemm.cuh and w4a8_gemm.cuh: tensor maps, and the choice of tile, cluster and split by a cost model.
 #include "w4a8_gemm.cuh"
 
 #include <cuda_runtime_api.h>
@@ -47,17 +47,17 @@ struct Plan {
   bool splits_columns;
 };
 
-// What a block of so many rows of x costs, in microseconds of an H200 that is full of them: each stage, and the tile beside
-// its stages. The ratios are what counts.
+// Cost of a block with `rows` rows of x in microseconds, on an H200 that is full of them: a stage, and a tile beside its stages.
+// Only ratios matter.
 struct Cost {
   int rows;
   double stage, tile;
 };
 constexpr Cost costs[] = {{16, 0.45, 2.0}, {64, 0.33, 4.0}, {128, 0.40, 3.0}, {256, 0.70, 5.0}};
-// The same where x is little, fitted to the times of every plan for 26 products of up to 128 rows.
+// The same for small M, fitted to the times of every plan of 26 products of up to 128 rows.
 constexpr Cost small_m_costs[] = {{16, 0.27, 0.28}, {64, 0.35, 1.34}, {128, 0.26, 4.4}};
 constexpr int small_m_max_rows = 128;
-// Where clusters of four blocks of 128 rows share the copies of x, as long as all of them run at once: what they spare.
+// Saving of clusters of four blocks of 128 rows that share the copies of x, as long as all run at once.
 constexpr double cluster4_saving = 1.4, small_m_cluster4_saving = 2.3;
 
 struct Shape {
@@ -73,7 +73,7 @@ bool may_multicast_by_4(const Shape& s, int rows, int64_t tiles_m) {
   return rows == 128 && s.codes != Codes::int4 && s.n > 2 * block_rows && 4 * tiles_m * clusters_n <= s.sms * 3 / 4;
 }
 
-// What goes from the cache to the multiprocessors: W for each tile of x, and x for each tile of W, unless two blocks share it.
+// Traffic from L2: W once for each tile of x, and x once for each tile of W unless two blocks share it.
 double time_of_l2_traffic(const Shape& s, const Cost& cost, int parts, int64_t tiles_m, int64_t tiles) {
   const double columns = static_cast<double>(s.steps) * stage_k;
   const double sharing = cost.rows >= 128 && parts == 1 && s.n > block_rows ? 2 : 1;
@@ -81,13 +81,12 @@ double time_of_l2_traffic(const Shape& s, const Cost& cost, int parts, int64_t t
   return (static_cast<double>(tiles_m) * s.n * columns * (s.codes == Codes::int4 ? 0.5 : 1.0) + of_x) / 5.3e6;
 }
 
-// Splitting the columns costs a tile more, the more the larger it is, and clusters of four and of eight leave some
-// multiprocessors empty.
+// Splitting K costs a reduction, the more the larger the tile, and clusters of four and eight leave some multiprocessors empty.
 double time_large_m(const Shape& s, const Cost& cost, int parts, int64_t tiles_m, int64_t tiles) {
   const bool is_four = s.codes == Codes::int4;
-  // Codes of 4 bits come apart, and every group's sums leave the tensor cores.
+  // 4-bit codes are unpacked, and each group's sums leave the tensor cores
   const double slower = is_four ? 1.6 : 1.0;
-  const double read = static_cast<double>(s.n) * s.steps * stage_k / (is_four ? 8e6 : 4e6);  // W alone
+  const double read = static_cast<double>(s.n) * s.steps * stage_k / (is_four ? 8e6 : 4e6);  // the bytes of W alone
   const double blocks = static_cast<double>(tiles) * parts;
   const int maximum = cost.rows == 16 || (cost.rows == 64 && !is_four) ? 2 : 1;
   const double shared = blocks > s.sms ? maximum : 1;
@@ -99,7 +98,7 @@ double time_large_m(const Shape& s, const Cost& cost, int parts, int64_t tiles_m
   return stages + waves * (cost.tile + adding);
 }
 
-// Of codes of 8 bits.
+// For 8-bit codes.
 double time_small_m(const Shape& s, const Cost& cost, int parts, int64_t tiles_m, int64_t tiles) {
   const double columns = static_cast<double>(s.steps) * stage_k, read = static_cast<double>(s.n) * columns / 4e6;
   const int steps = (s.steps + parts - 1) / parts;
@@ -113,7 +112,7 @@ double time_small_m(const Shape& s, const Cost& cost, int parts, int64_t tiles_m
   return stages + waves * (cost.tile + adding);
 }
 
-// The plan that takes least time.
+// The plan with the least estimated time.
 Plan plan_for(const Shape& s) {
   Plan best = {};
   double minimum = 0;
@@ -151,13 +150,13 @@ template <Kernel kernel, int T, int bits>
 cudaError_t launch_with(const CUtensorMap& w, const CUtensorMap& x, W8A8Args a, int sms, cudaStream_t stream) {
   const int cluster = a.cluster_size;
   const int64_t groups_n = a.splits_columns ? a.tiles_n : (a.tiles_n + cluster - 1) / cluster, clusters = a.tiles_m * groups_n;
-  // Two blocks share a multiprocessor where there are enough of them, and of clusters that would leave some empty; one alone has
+  // Two blocks on a multiprocessor where there are enough blocks, and for clusters that would leave some empty; a single one gets
   // more stages.
   constexpr int all_room = 227 << 10;
   const bool shares = blocks_per_sm<T, bits> == 2 && clusters * cluster > (cluster > 2 ? sms * 3 / 4 : sms);
   const int room = shares ? 113 << 10 : all_room;
   a.stages = max_stages;
-  if (a.splits_columns) {  // as many as a block has, in whose place the sums lie at the end
+  if (a.splits_columns) {  // as many stages as a block has: the sums overwrite them at the end
     constexpr int stages_of_sums = (T * block_rows * 4 + Memory<T, bits>::stage - 1) / Memory<T, bits>::stage;
     a.stages = std::min(max_stages, std::max((a.steps + cluster - 1) / cluster, stages_of_sums));
   }
@@ -178,12 +177,12 @@ cudaError_t launch_with(const CUtensorMap& w, const CUtensorMap& x, W8A8Args a, 
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  // The kernel before is the one that rounds x, which lets this one start when all before it have ended: W may be read.
+  // The kernel before quantizes x and starts this one when all kernels before it have ended, so W may be read at once.
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attributes;
   config.numAttrs = 1;
-  if (!a.splits_columns) {  // as many clusters as the device holds at once: its processors come in groups of uneven size
+  if (!a.splits_columns) {  // as many clusters as fit the device at once: GPCs have different numbers of multiprocessors
     static std::atomic<int> maximum[64][2][9];
     std::atomic<int>& load_args = maximum[device % 64][room == all_room][cluster];
     int fit = device < 64 ? load_args.load() : 0;

@@ -1,14 +1,17 @@
-// y = (x W^T) s_x s_w + bias for 8-bit codes: x [M, K] with a scale a row, W [N, K] with a scale a row.
+// GEMM of 8-bit codes: y = (x W^T) s_x s_w + bias, x [M, K] and W [N, K] with a scale for each row.
 //
-// A block multiplies 128 rows of W by T rows of x. One warp copies both, 128 columns a stage, by tensor copies into a ring in
-// shared memory; two warpgroups of four warps multiply 64 rows of W each. W is operand A, so that few rows of x leave no part
-// of the tensor cores idle, and a block's T rows of x are the width of its products.
+//    W [128 rows, K] --TMA, 128 columns a stage--> ring in shared memory --> operand A --+
+//    x [T rows, K] ----TMA (multicast)----------> ring in shared memory --> operand B ---+--wgmma--> s32 (e4m3: f32)
+//    y [M, N] <--transposed in shared memory-- s_x s_w, bias, round <-- sums [T, 128] <------------+
 //
-// A cluster's blocks either take neighbouring rows of W and share the copies of x (much x), or share the columns of one tile
-// and add their sums in a fixed order through each other's shared memory (little x, where W's rows alone are too few tiles).
+// One warp copies; two warpgroups multiply 64 rows of W each. W is operand A, so that few rows of x leave no part of the tensor
+// cores idle: T is the width of the instruction. Blocks of a cluster either have neighbouring rows of W and share the copies of x
+// (large M), or split K of one tile and add their sums in a fixed order through each other's shared memory (small M).
 //
-// Sums of int8 are exact: a block takes fewer than 2^17 columns. Sums of e4m3 leave the tensor cores every 128 columns,
-// because those keep about 14 bits of a sum.
+// Contract: exact: integer sums (e4m3: the tensor cores' fp32 sums), scaled in fp32, one rounding.
+// Limit: the bytes of W up to M = 64, the dense 8-bit tensor throughput for large M.
+// Reached (evals/results/gemv_h100.json, 8192 x 8192, int8, one H100): 24.2 us at M = 1, 0.88 of the time to read its bytes; 432
+// us at M = 4096, 1273 TFLOP/s and 1.7 times as fast as bfloat16's F.linear.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +24,8 @@ namespace lowbit::cuda::w8a8 {
 
 constexpr int block_rows = 128, stage_k = 128;
 constexpr int consumer_threads = 256;
-// One warp copies. Where sums take most registers it comes with three idle ones, since only whole warpgroups can give theirs.
+// One warp copies. Where sums take most registers it is a whole warpgroup with three idle warps, since only whole warpgroups can
+// give up registers (setmaxnreg).
 template <int T, int bits>
 constexpr int threads_per_block = consumer_threads + (T == 256 || (T == 128 && bits == 4) ? 128 : 32);
 template <int bits>
@@ -30,31 +34,31 @@ constexpr int max_block_columns = (1 << 17) - stage_k;
 constexpr int max_stages = 12;
 
 struct W8A8Args {
-  const float* x_scale;  // [m], and room to the next multiple of 256
+  const float* x_scale;  // [m], padded to a multiple of 256
   const void* w_scale;
-  const void* bias;  // or null
+  const void* bias;  // [n], or null
   void* y;
   int64_t w_scale_stride, m, n;
-  int groups, group_k;  // of W; columns_of_group: 0 where the whole row is one
-  int steps;                     // stages' worth of columns
+  int groups, group_k;  // of W; group_k: columns of a group, 0 where the whole row is one
+  int steps;                     // stages of columns
   int tiles_m, tiles_n, stages, cluster_size;
   bool splits_columns;
-  bool can_store_16_bytes;  // y and its rows lie on 16 bytes
+  bool can_store_16_bytes;  // y and its rows are aligned to 16 bytes
   Dtype w_scale_dtype, y_dtype;
 };
 
-// Blocks that share a multiprocessor where there are enough of them.
+// Blocks on a multiprocessor where there are enough blocks.
 template <int T, int bits>
 constexpr int blocks_per_sm = T == 16 || (T == 64 && bits == 8) ? 2 : 1;
 
-// Of a warpgroup, for turning 64 rows of y by 64 columns.
+// Bytes that a warpgroup needs to transpose 64 rows of y by 64 columns.
 template <int T>
 constexpr int staging_bytes = T >= 128 ? 8192 : 0;
 
 template <int T, int bits>
 struct Memory {
   static constexpr int stage = w_stage_bytes<bits> + T * stage_k;
-  static constexpr int scales = T >= 128 ? 2 * T * 4 : 0;  // those of x, for each warpgroup
+  static constexpr int scales = T >= 128 ? 2 * T * 4 : 0;  // scales of x, for each warpgroup
   static constexpr int size(int stages) {
     return 1024 + stages * stage + 2 * staging_bytes<T> + scales + 2 * 8 * max_stages;
   }
@@ -62,7 +66,7 @@ struct Memory {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Which tile is next: eight tiles along M lie side by side in time, so that W is read once for all of them and both stay in L2.
+// Order of tiles: eight along M are consecutive, so that they share one read of W and both operands stay in L2.
 struct TileIndex {
   int m, n;
 
@@ -93,7 +97,7 @@ __device__ __forceinline__ uint32_t pair_of(Dtype dtype, float low, float high) 
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// What a thread multiplies its sums with and adds to them: those of its two rows of W.
+// Factor and bias of a thread's two rows of W.
 struct Rows {
   float scale[2], bias[2];
 
@@ -106,8 +110,8 @@ struct Rows {
     }
   }
 
-  // The four numbers of eight rows of x, as `add` leaves them. A scale of W is never so large or small that sum times it
-  // leaves the range of fp32 where the result is in it; a scale of x may be.
+  // A thread's four values in eight rows of x. s_w cannot push sum * s_w out of fp32's range where the result is inside; s_x can,
+  // so it multiplies last.
   template <class Number>
   __device__ void finish(const Number* sums, float2 x_scale, float (&y)[4]) const {
 #pragma unroll
@@ -116,7 +120,7 @@ struct Rows {
   }
 };
 
-// Element by element: for any N, and where y is small.
+// Element by element: for any N, and for small y.
 template <class Number>
 __device__ __forceinline__ void write_eight(const W8A8Args& a, const Rows& rows, const Number* sums, float2 x_scale, int64_t m,
                                             int64_t n) {
@@ -129,13 +133,13 @@ __device__ __forceinline__ void write_eight(const W8A8Args& a, const Rows& rows,
   }
 }
 
-// The four warps that multiply 64 rows of W together.
+// Synchronizes the four warps that multiply the same 64 rows of W.
 __device__ __forceinline__ void warpgroup_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(2 + threadIdx.x / 128) : "memory");
 }
 
-// 64 rows of y at a time are turned in shared memory, where four warps put their columns side by side, so that a row's 64
-// numbers of 16 bits are stored together. `staging`: 64 rows of 128 bytes, whose parts of 16 bytes are swizzled.
+// Transposes 64 rows of y at a time through shared memory, so that the 64 16-bit values of a row are stored together. staging: 64
+// rows of 128 bytes, 16-byte parts swizzled.
 template <class Number, int T>
 __device__ __forceinline__ void write_transposed(const W8A8Args& a, const Rows& rows, const Number (&sums)[T / 2], int64_t m, int64_t n,
                                              uint32_t staging, const float2* x_scale) {
@@ -145,7 +149,7 @@ __device__ __forceinline__ void write_transposed(const W8A8Args& a, const Rows& 
   const int64_t first_m = m - lane % 4 * 2 + 16 * warp + lane / 8;
 #pragma unroll
   for (int part = 0; part < T / 64; part++) {
-    warpgroup_sync();  // the part before has been read
+    warpgroup_sync();  // the previous part has been read
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       uint32_t pairs[4];
@@ -173,7 +177,7 @@ __device__ __forceinline__ void write_transposed(const W8A8Args& a, const Rows& 
   }
 }
 
-// Adds the sums of the cluster's blocks, those of block 0 first; each block adds and writes its share of the rows of x.
+// Adds the sums of the cluster's blocks, block 0's first; each block adds and writes its share of the rows of x.
 template <class Number, int T>
 __device__ __forceinline__ void add_and_write(const W8A8Args& a, const Rows& rows, const Number (&sums)[T / 2], int64_t m, int64_t n,
                                               uint32_t memory) {
@@ -189,7 +193,7 @@ __device__ __forceinline__ void add_and_write(const W8A8Args& a, const Rows& row
   cluster_sync();
   for (int j = block; j < T / 8; j += a.cluster_size) {
     if (m - threadIdx.x % 4 * 2 + 8 * j >= a.m) break;
-    std::conditional_t<std::is_same_v<Number, int32_t>, int64_t, float> total[4] = {};  // of all columns, however many
+    std::conditional_t<std::is_same_v<Number, int32_t>, int64_t, float> total[4] = {};  // 64 bits: any number of columns
     for (int other = 0; other < a.cluster_size; other++) {
       const int4 four = load_remote(remote_address(place(j), other));
       const Number* part = reinterpret_cast<const Number*>(&four);
@@ -200,7 +204,7 @@ __device__ __forceinline__ void add_and_write(const W8A8Args& a, const Rows& row
   }
 }
 
-// y of a tile, by the way its plan takes. `x_scale`: what this thread read of the tile's scales of x.
+// Writes y of a tile in the way its plan chose. x_scale: this thread's part of the tile's scales of x.
 template <class Number, int T>
 __device__ __forceinline__ void write_tile(const W8A8Args& a, const Rows& rows, const Number (&sums)[T / 2],
                                            const float (&x_scale)[T / 128 + 1], int64_t m, int64_t n, uint32_t memory,
@@ -210,7 +214,7 @@ __device__ __forceinline__ void write_tile(const W8A8Args& a, const Rows& rows, 
     add_and_write<Number, T>(a, rows, sums, m, n, memory);
   } else if constexpr (T >= 128) {
     float* const shared = scales + thread / 128 * T;
-    warpgroup_sync();  // it has read those of the tile before
+    warpgroup_sync();  // the scales of the previous tile have been read
 #pragma unroll
     for (int e = 0; e < T / 128; e++) shared[128 * e + thread % 128] = x_scale[e];
     warpgroup_sync();
@@ -228,7 +232,7 @@ __device__ __forceinline__ void write_tile(const W8A8Args& a, const Rows& rows, 
   }
 }
 
-// The ring: where a stage lies and which of its barriers says what.
+// The ring: addresses of stages and of their full and free barriers.
 template <int T, int bits>
 struct Ring {
   uint32_t memory, barriers;
@@ -250,7 +254,7 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& w, const CUtensorM
   const uint16_t all = static_cast<uint16_t>((1 << sharing) - 1);
   const int rows_to_copy = T / sharing;
   const uint64_t w_policy = a.tiles_m > 1 ? evict_normal_policy() : evict_first_policy(), x_policy = evict_normal_policy();
-  int early = 0;  // stages whose W was copied before x was there
+  int early = 0;  // stages whose W is copied before x is ready (PDL)
   Ring<T, bits> late = ring;
   const auto copy_x = [&](const Ring<T, bits>& to, int step, int m) {
     const uint32_t place = to.x() + block * (sharing > 1) * rows_to_copy * stage_k;
@@ -283,24 +287,24 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& w, const CUtensorM
   }
 }
 
-// W of 8 bits.
+// Products with W of 8 bits.
 template <class Number, int T>
 __device__ __forceinline__ void multiply_tiles(const W8A8Args& a, Ring<T, 8> ring, int64_t tiles, int groups_n, uint32_t staging,
                                                float* scales) {
   constexpr bool leaves_cores = std::is_same_v<Number, float>;
   const int thread = threadIdx.x, lane = thread % 32, block = cluster_rank();
   const int sharing = a.splits_columns ? 1 : a.cluster_size;
-  const auto release = [&](uint32_t barrier) {  // in every block that copies to this one's stage
+  const auto release = [&](uint32_t barrier) {  // arrives in every block that copies into this one's stage
     if (lane < sharing) arrive_remote(barrier, a.splits_columns ? block : lane);
   };
   Number sums[T / 2];
-  wait_for_dependencies();  // for the scales of x
+  wait_for_dependencies();  // the scales of x are written by the kernel before
   for (int64_t i = blockIdx.x / a.cluster_size; i < tiles; i += gridDim.x / a.cluster_size) {
     const TileIndex place(i, a.tiles_m, groups_n);
     const int64_t n = (a.splits_columns ? place.n : static_cast<int64_t>(place.n) * a.cluster_size + block) * block_rows +
                       thread / 32 * 16 + lane / 4;
     const int64_t m = static_cast<int64_t>(place.m) * T + lane % 4 * 2;
-    const Rows rows(a, n);  // these and the scales of x are there by the time the sums are
+    const Rows rows(a, n);  // loaded while the tensor cores work
     float x_scale[T / 128 + 1];
 #pragma unroll
     for (int e = 0; e < T / 128; e++) x_scale[e] = a.x_scale[static_cast<int64_t>(place.m) * T + 128 * e + thread % 128];
@@ -350,7 +354,7 @@ __device__ __forceinline__ void multiply_tiles(const W8A8Args& a, Ring<T, 8> rin
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// What every kernel does around its products: sets up the ring, and gives one warp the copies and eight the rest.
+// Common to all kernels: initializes the ring, then one warp copies and eight multiply.
 template <int T, int bits, class Multiply>
 __device__ __forceinline__ void run_tiles(const CUtensorMap& w, const CUtensorMap& x, const W8A8Args& a, const Multiply& multiply) {
   launch_dependents();
@@ -385,13 +389,13 @@ __device__ __forceinline__ void run_tiles(const CUtensorMap& w, const CUtensorMa
     if constexpr (gives_registers) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     multiply(ring, tiles, groups_n, staging, scales);
   }
-  cluster_sync();  // blocks of the cluster write into each other's shared memory to the end
+  cluster_sync();  // blocks of the cluster write into each other's shared memory until the end
 }
 
 #endif
 
-// Number: what products are summed in, int32_t for int8 codes and float for e4m3. With `splits_columns` each cluster has one
-// tile; otherwise clusters take one tile after another.
+// Number: type of the sums, int32_t for int8 and float for e4m3. With splits_columns each cluster has one tile; otherwise
+// clusters take one tile after another.
 template <class Number, int T>
 __global__ void __launch_bounds__(threads_per_block<T, 8>, blocks_per_sm<T, 8>)
     w8a8_linear(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, const W8A8Args a) {

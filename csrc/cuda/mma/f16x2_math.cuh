@@ -1,4 +1,4 @@
-// 16-bit floats of either type, two in a register, and their product on the tensor cores.
+// Arithmetic on pairs of float16 or bfloat16 in a register, and mma.m16n8k16 on them.
 #pragma once
 
 #include "../decode/scalar_types.cuh"
@@ -33,7 +33,7 @@ __device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c
   return d;
 }
 
-// A constant that stays in a register: an operation on three numbers takes one that is written in it, not two.
+// Keeps a constant in a register: an instruction with three operands has room for only one immediate.
 __device__ __forceinline__ void opaque(uint32_t& constant) { asm("" : "+r"(constant)); }
 
 template <class T>

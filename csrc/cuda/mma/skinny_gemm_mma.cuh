@@ -1,4 +1,4 @@
-// The products of one unit of W and a slice of x on the 16-bit tensor cores, and the scales of its groups.
+// Products of one unit of W and a slice of x for skinny_gemm.cuh, with the scales of its groups.
 #pragma once
 
 #include "../decode/weight_decoders.cuh"
@@ -7,11 +7,11 @@
 
 namespace lowbit::cuda {
 
-// Which scales a kernel reads: of a type that is known when it is compiled, or one of the plain ones.
+// Type of the scales: known at compile time, or `plain` (read by a switch).
 enum class Scales { bfloat16, plain, e8m0, e4m3 };
 
-// The scales of a lane's two rows in a group; ones where they are not in the unit. Without a branch, where the type is known:
-// the loads of a unit may then run ahead of its products.
+// Scales of a lane's two rows in a group; 1 where they are not in the unit. Branch-free where the type is known, so that the
+// loads of a unit may be issued before its products.
 template <Scales scales>
 __device__ __forceinline__ float2 scales_of_group(const uint8_t* of_unit, const SkinnyGemm& a, int group, int lane) {
   if constexpr (scales == Scales::e8m0) return two_scales_of(of_unit, ScaleType::e8m0, group, lane);
@@ -23,10 +23,10 @@ __device__ __forceinline__ float2 scales_of_group(const uint8_t* of_unit, const 
   return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
 }
 
-// Whether the products of numbers and scales of a unit are exact in 16 bits: whether all scales are of the usual sizes.
+// Whether value * scale is exact in 16 bits for the whole unit: all scales are of moderate size.
 template <class F, Scales scales, int run>
 __device__ __forceinline__ bool may_fold(const uint8_t* of_unit, int lane) {
-  uint32_t unusual = 0;  // the highest bit of each byte
+  uint32_t unusual = 0;  // high bit of each byte
 #pragma unroll
   for (int i = 0; i < Unit<F::bits, 0, false>::columns / run / 8; i++) {
     const uint32_t four = *reinterpret_cast<const uint32_t*>(of_unit + (i * 32 + lane) * 4);
@@ -40,9 +40,9 @@ __device__ __forceinline__ bool may_fold(const uint8_t* of_unit, int lane) {
   return __all_sync(0xffffffffu, (unusual & 0x80808080u) == 0);
 }
 
-// Adds the products of a unit to `sum`: rows g and g + 8 of the tile times rows 2t and 2t + 1 of each eight rows of x. Its
-// columns of x begin at step `first` of the slice, and are in order after `prepare` of a step. `run`: columns whose sum is
-// scaled at once, a divisor of a group. `is_folded`: scales multiply the weights instead.
+// Adds the products of a unit to `sum`: rows g and g + 8 of the tile times rows 2t and 2t + 1 of each eight rows of x. Columns of
+// x from step `first` of the slice on, available after prepare(step). run: columns whose sum is scaled at once, a divisor of the
+// group. is_folded: scales are multiplied into the weights instead.
 template <class F, class T, Scales scales, int run, bool is_folded, int octets, class Prepare>
 __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const SkinnyGemm& a, const typename F::Constants& constants,
                                                  uint32_t row_zeros, const uint32_t (&x)[octets][4 * steps_per_slice],
@@ -51,7 +51,8 @@ __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const Skin
   const int lane = threadIdx.x;
   HeldCodes<F::bits> held;
   typename F::Row row = F::row(row_zeros & 0xff), row8 = F::row(row_zeros >> 8);
-  float c[octets][2][4] = {};  // of the halves of steps: one product waits for the one before it in its sum
+  float c[octets][2][4] = {};  // separate accumulators for the halves of steps: consecutive mma on one accumulator would wait for
+                               // each other
   float2 scale = {1, 1};
 #pragma unroll
   for (int step = 0; step < steps; step++) {

@@ -1,8 +1,8 @@
-// The products of a unit of weights (mma_fragment_layout.cuh) and the limbs of x (split_activations.cuh) on the integer tensor cores.
+// Products of a unit of weights (mma_fragment_layout.cuh) and the limbs of x (split_activations.cuh) on the integer tensor cores.
 //
-// A code of fewer than eight bits is used in the upper bits of a byte, 2^(8 - bits) q, which costs a shift and an AND for four
-// codes that lie whole in their bytes. Products and the sums of a group are exact integers, and so is the zero point's share,
-// z times the sums of the limbs. From there on fp32: the group's scale, and the sum of groups.
+// A code of fewer than eight bits is used in the upper bits of a byte, as 2^(8 - bits) q, which costs one shift and one AND for
+// four codes that lie whole in their bytes. Products and sums of a group are exact integers, and so is the zero point's share, z
+// times the sum of the limbs. Scales and sums of groups are fp32.
 #pragma once
 
 #include "../decode/unpack_codes.cuh"
@@ -11,7 +11,7 @@
 
 namespace lowbit::cuda {
 
-// `grain`: the steps of 32 columns of which a sum is an integer; a group has as many, or the whole row is one group.
+// grain: steps of 32 columns with one integer sum; a group has as many, or the whole row is one group.
 template <int bits, int grain>
 struct GroupedUnit {
   static constexpr int columns = bits <= 4 ? 512 : 256, steps = columns / 32, grains = steps / grain;
@@ -19,22 +19,21 @@ struct GroupedUnit {
   __device__ static constexpr int zero_at(int scale_size) { return code_bytes + tile_rows * grains * scale_size; }
 };
 
-// Sums of products start at 3.0 as an integer, so that they are the low bits of a float, which is 3 + 2^-22 times the sum for
-// all those of less than 2^22. So small a number does not overflow where a scale is large, nor a multiple of 2^-22 get lost
-// where it is small.
+// Integer sums start at the bits of 3.0f, so that the result, read as a float, is 3 + 2^-22 * sum for |sum| < 2^22: a conversion
+// for free. That small a number neither overflows with large scales nor underflows with small ones.
 constexpr int sum_bias = 0x40400000, sum_log2 = 22;
 __device__ __forceinline__ float sum_to_float(int c) { return __int_as_float(c) - 3.0f; }
 
-// How a unit's groups are stored.
+// How the scales and zero points of a unit's groups are stored.
 struct Groups {
   Dtype dtype;
   int scale_size;
-  bool are_inside;   // else the whole row is a group, and its scale is applied at the end
-  bool are_usual;    // inside, as bfloat16
+  bool are_inside;   // else the whole row is a group, whose scale is applied at the end
+  bool are_usual;    // in the unit, as bfloat16
   int2 zero_of_row;  // of a lane's two rows
 };
 
-// What the products take of a slice of x, where that stays in shared memory.
+// Where the limbs of a slice of x are, in shared memory.
 struct SharedLimbs {
   const uint8_t* limbs;
   const int* shares;
@@ -54,7 +53,7 @@ __device__ __forceinline__ void mma_m16n8k32(int (&c)[4], const uint32_t (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The codes of a step in the bytes of four words, each from bit place_of_code on; the other bits are anything.
+// The codes of a step as bytes of four words, each from bit place_of_code on; other bits are undefined.
 template <int bits>
 __device__ __forceinline__ void words_of(const uint8_t* lane_codes, int step, uint32_t (&a)[4]) {
   constexpr int steps = steps_per_run(bits), blocks = blocks_per_run(bits);
@@ -72,7 +71,7 @@ __device__ __forceinline__ void words_of(const uint8_t* lane_codes, int step, ui
   for (int i = 0; i < 4; i++) a[i] = gather_codes<bits>(held, step, i);
 }
 
-// The same times 2^(8 - bits), as the registers of operand A.
+// The same times 2^(8 - bits), as registers of operand A.
 template <int bits>
 __device__ __forceinline__ void operand(const uint8_t* lane_codes, int step, uint32_t (&a)[4]) {
   const int up = 8 - bits - bit_of_code(bits, step % steps_per_run(bits));
@@ -81,8 +80,8 @@ __device__ __forceinline__ void operand(const uint8_t* lane_codes, int step, uin
   for (int i = 0; i < 4; i++) a[i] = shift_signed(a[i], up) & 0x01010101u * ((1u << bits) - 1 << 8 - bits);
 }
 
-// What a zero point of 1 adds to the sums of each group, less than nothing: eight columns for a group, by one warp. One row of x
-// leaves columns for a second group: its limbs have columns 4, 5, 6.
+// Minus the share of a zero point of 1 in each group's sum: eight columns for a group, by one warp. With one row of x, columns 4,
+// 5, 6 serve a second group.
 template <int bits, int grain, int M>
 __device__ __forceinline__ void zero_point_shares(const uint8_t* limbs, int* shares) {
   using U = GroupedUnit<bits, grain>;
@@ -106,7 +105,7 @@ __device__ __forceinline__ void zero_point_shares(const uint8_t* limbs, int* sha
   }
 }
 
-// The scales of a lane's two rows, in as many groups, each `stride` behind the one before it.
+// Scales of a lane's two rows in `count` groups, `stride` apart.
 template <bool are_e8m0, int count, int stride = 1>
 __device__ __forceinline__ void scales_of(const uint8_t* scales, const Groups& groups, float2 (&scale)[count]) {
   const int row = threadIdx.x % 32 / 4 * 2;
@@ -133,8 +132,8 @@ __device__ __forceinline__ void scales_of(const uint8_t* scales, const Groups& g
   }
 }
 
-// Products of a lane: rows lane / 4 and that + 8, columns 2 (lane % 4) and that + 1. One product waits for the one before it
-// in its sum, so two sums of four steps are under way at a time. Columns beyond those of limbs are never looked at.
+// Products of a lane: rows lane / 4 and lane / 4 + 8, columns 2 (lane % 4) and one more. Consecutive mma on one accumulator wait
+// for each other, so two sums of four steps are interleaved. Columns without limbs are ignored.
 template <int bits, int grain, bool has_zero, bool are_e8m0, int M>
 __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const uint8_t* limbs, const int* shares, const Groups& groups,
                                                  float (&sum)[4]) {
@@ -191,17 +190,17 @@ __device__ __forceinline__ void products_of_unit(const uint8_t* unit, const uint
   }
 }
 
-// Integers of `bits`, as split_int8_gemv takes weights: `grain` steps have a scale, and a zero point where there are any.
+// Integer weights of `bits` for split_int8_gemv: `grain` steps share a scale, and a zero point if `zero`.
 template <int code_bits, int grain, bool zero, bool are_e8m0 = false>
 struct IntegerWeights : GroupedUnit<code_bits, grain> {
   using GroupedUnit<code_bits, grain>::columns, GroupedUnit<code_bits, grain>::grains, GroupedUnit<code_bits, grain>::code_bytes;
-  static constexpr int bits = code_bits, unit_log2 = 8 - bits - sum_log2;  // products count 2^-log_of_unit
+  static constexpr int bits = code_bits, unit_log2 = 8 - bits - sum_log2;  // the accumulators count in units of 2^-unit_log2
   static constexpr bool has_zero = zero, has_shares = zero, has_outer = false;
   using HeldCodes = SharedLimbs;
   template <int M>
   using Order = LimbsByStep<M>;
 
-  // The number of a code, with its scale where the unit has one.
+  // Value of a code, with its scale where the unit has one.
   __device__ static float number(const uint8_t* unit, const Groups& groups, int row, int k, uint32_t zero_of_row) {
     const uint32_t code = code_of_unit<bits>(unit, row, k);
     const int place = k / (32 * grain) * tile_rows + row % 8 * 2 + row / 8;

@@ -1,13 +1,13 @@
-// The products of a unit of e2m1 codes and the limbs of one row of x (split_activations.cuh) on the integer tensor cores.
+// Products of a unit of e2m1 codes and the limbs of one row of x (split_activations.cuh) on the integer tensor cores.
 //
-// Four times a number of e2m1 is an even integer of -24..24. PRMT looks four codes up at once in a table of eight bytes: three
-// bits of a code are the place, and where the fourth is set it gives the highest bit of that byte eight times, which is 0 in the
-// tables here. So one look-up gives the positive numbers and 0 for the negative ones, another, with the signs turned, 0 for the
-// positive ones and the negative ones without the highest bit of a byte, in half: twice that and the first are the numbers.
+// Four times an e2m1 value is an even integer of -24 .. 24. PRMT looks up four codes at once in a table of eight bytes: three
+// bits of a code index, and a set fourth bit replicates the sign of that byte, which is 0 in these tables. So one lookup gives
+// the positive values and 0 for negative codes; a second one, with the codes' signs flipped, gives half of each negative value
+// without its sign bit and 0 for positive codes; twice the second plus the first are the values.
 //
-// The four codes that a look-up takes belong to two steps of 32 columns in turn. Their sums stay apart, because a step's limbs
-// meet zeros in place of the other's: three columns of operand B hold the even step's limbs and three the odd one's, so that a
-// lane sees the sums, and needs the scales, of one of the two. Two rows of x do not fit beside each other.
+// The four codes of a lookup belong alternately to two steps of 32 columns. Their sums stay apart because each step's limbs are
+// paired with zeros in place of the other's: three columns of operand B hold the limbs of the even step and three those of the
+// odd one, so a lane sees the sums, and needs the scales, of one of them. There is no room for a second row of x.
 #pragma once
 
 #include "../ptx/bulk_copy.cuh"
@@ -15,8 +15,8 @@
 
 namespace lowbit::cuda {
 
-// Of two steps: for both parities three limbs, 64 bytes each, a lane's 16 bytes together: for the first and the second 16
-// columns of the steps two registers of operand B.
+// Limbs of two steps: for both parities three limbs of 64 bytes each; a lane's 16 bytes are contiguous: two registers of operand
+// B for the first 16 columns of the steps and two for the second.
 struct LimbsByParity {
   static constexpr int size_of_parity = 3 * 64, size_of_pair = 2 * size_of_parity, size_of_part = 4 * size_of_pair;
   static constexpr bool splits_columns = true, has_limb_per_lane = false;
@@ -30,7 +30,7 @@ struct LimbsByParity {
     const uint32_t flipped = 0x00800080u << 8 * parity;
 #pragma unroll
     for (int d = 0; d < 3; d++) {
-      const uint32_t take = parity ? 0x0303u | d << 4 | (4 + d) << 12 : 0x3030u | d | (4 + d) << 8;  // byte 3 is 0
+      const uint32_t take = parity ? 0x0303u | d << 4 | (4 + d) << 12 : 0x3030u | d | (4 + d) << 8;  // selects zero
       uint4 limb;
       limb.x = __byte_perm(biased[0], biased[2], take) ^ flipped;
       limb.y = __byte_perm(biased[1], biased[3], take) ^ flipped;
@@ -40,8 +40,8 @@ struct LimbsByParity {
     }
   }
 
-  // Where a lane finds its registers of operand B: of columns 0, 1, 2 and 4, 5, 6. Lanes of the others read what is never looked
-  // at, from other banks than their neighbours.
+  // Offset of a lane's registers of operand B: columns 0, 1, 2 and 4, 5, 6. The other lanes read values that are ignored, from
+  // banks that do not conflict with their neighbours.
   __device__ static __forceinline__ int place_of_lane() {
     const int lane = threadIdx.x % 32, column = lane / 4;
     return (column - (column > 3) - (column > 6) * 2) * 64 + lane % 4 * 16;
@@ -55,8 +55,8 @@ __device__ __forceinline__ void mma_m16n8k32_from(int (&d)[4], const uint32_t (&
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
-// Four bytes of a table of eight by the lowest four codes; a code's highest bit asks for the highest bit of the byte instead,
-// eight times. (__byte_perm leaves that bit out.)
+// Looks up the low four codes in a table of eight bytes; the high bit of a code asks for the sign of the byte instead,
+// replicated. (__byte_perm ignores that bit.)
 __device__ __forceinline__ uint32_t look_up(uint32_t low, uint32_t high, uint32_t codes) {
   uint32_t four;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(four) : "r"(low), "r"(high), "r"(codes));
@@ -64,14 +64,14 @@ __device__ __forceinline__ uint32_t look_up(uint32_t low, uint32_t high, uint32_
 }
 
 struct TablesOfE2m1 {
-  // The first halves stay in registers, since an operation takes one constant that is written in it. A block has threads in x
-  // alone; to add nothing keeps the compiler from making them anew for every look-up.
+  // The low words stay in registers: an instruction has room for one immediate only. threadIdx.y is 0; adding it keeps the
+  // compiler from rematerializing the constants at every lookup.
   uint32_t positive = 0x06040200u + threadIdx.y, negative = 0x7d7e7f00u + threadIdx.y;
 
   __device__ __forceinline__ uint32_t numbers_of(uint32_t codes, uint32_t flipped) const {
     return look_up(negative, 0x74787a7cu, flipped) * 2 + look_up(positive, 0x18100c08u, codes);
   }
-  // Operand A: four times the numbers of the codes in a word of each of a lane's rows.
+  // Operand A: four times the values of the codes in a word of each of the lane's two rows.
   __device__ __forceinline__ void operand(uint32_t word, uint32_t word8, uint32_t (&a)[4]) const {
     const uint32_t flipped = word ^ 0x88888888u, turned8 = word8 ^ 0x88888888u;
     a[0] = numbers_of(word, flipped);
@@ -81,19 +81,19 @@ struct TablesOfE2m1 {
   }
 };
 
-// As split_int8_gemv takes weights: groups of 32 under e8m0 and of 16 under e4m3, else (`narrow` none) of 32, 64 or 128.
+// e2m1 weights for split_int8_gemv: groups of 32 with e8m0 scales or of 16 with e4m3; otherwise (`none`) of 32, 64 or 128.
 enum class NarrowScale { none, e8m0, e4m3 };
 
 template <NarrowScale narrow, int group>
 struct E2m1Weights {
   static constexpr int bits = 4, columns = 512, grains = columns / group, code_bytes = tile_rows * columns * bits / 8;
-  static constexpr int unit_log2 = 2 - sum_log2;  // products count 2^-log_of_unit
+  static constexpr int unit_log2 = 2 - sum_log2;  // the accumulators count in units of 2^-unit_log2
   static constexpr bool has_zero = false, has_shares = false, has_outer = narrow == NarrowScale::e4m3;
   using HeldCodes = SharedLimbs;
   template <int M>
   using Order = LimbsByParity;
 
-  // The number of a code, with its scale where the unit has one.
+  // Value of a code, with its scale where the unit has one.
   __device__ static float number(const uint8_t* unit, const Groups& of, int row, int k, uint32_t) {
     const uint32_t code = code_of_unit<bits>(unit, row, k), size = code & 7;
     const float number = size < 2 ? 0.5f * size : static_cast<float>(2 + size % 2 << size / 2) * 0.25f;
@@ -111,14 +111,14 @@ struct E2m1Weights {
                                                       float (&sum)[4]) {
     const float4 before = {sum[0], sum[1], sum[2], sum[3]};
     products<true>(unit, x.limbs, of, sum);
-    if (narrow == NarrowScale::e8m0 && !are_usual(unit + code_bytes)) {  // asked last, so that nothing waits for the answer
+    if (narrow == NarrowScale::e8m0 && !are_usual(unit + code_bytes)) {  // tested last, so that nothing waits for the load
       const float4 found = products_slow_path(unit, x.limbs, of);
       sum[0] = before.x + found.x, sum[1] = before.y + found.y, sum[2] = before.z + found.z, sum[3] = before.w + found.w;
     }
   }
 
  private:
-  // Narrow scales of 128 columns, four to a register: of a lane's two rows in two groups of its parity.
+  // 8-bit scales of 128 columns, four in a register: of a lane's two rows in two groups of its parity.
   static constexpr int registers = group == 16 ? 2 : 1;
   __device__ static __forceinline__ int group_of(int i, int parity, int second) {
     return group == 16 ? 4 * i + 2 * parity + second : 2 * second + parity;
@@ -126,7 +126,8 @@ struct E2m1Weights {
   __device__ static __forceinline__ void load_narrow(const uint8_t* scales, uint32_t (&four)[registers]) {
     const int lane = threadIdx.x % 32;
 #if LOWBIT_BULK_COPIES
-    // The transposed matrix has the rows of W in its columns; a lane's address is of a group, a row of eight of matrix lane / 8.
+    // ldmatrix.trans: the rows of W are the columns of the transposed matrix; the lane's address is that of a group, eight rows
+    // of matrix lane / 8.
     const uint32_t at = shared_address(scales + group_of(lane / 8 % registers, lane % 8 / 4, lane % 2) * tile_rows);
     if constexpr (registers == 1)
       asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(four[0]) : "r"(at) : "memory");
@@ -145,14 +146,14 @@ struct E2m1Weights {
 #endif
   }
 
-  // Whether powers of two are normal numbers of fp32 by their exponents alone: no 0 and no 255.
+  // Whether all e8m0 scales are normal fp32 numbers by exponent alone: none is 0 or 255.
   __device__ static __forceinline__ bool are_usual(const uint8_t* scales) {
     const uint2 eight = *reinterpret_cast<const uint2*>(scales + threadIdx.x % 32 * 8);
     const auto unusual = [](uint32_t w) { return ((w - 0x01010101u) & ~w) | ((~w - 0x01010101u) & w); };
     return __all_sync(0xffffffffu, ((unusual(eight.x) | unusual(eight.y)) & 0x80808080u) == 0);
   }
 
-  // The scales of both rows in half a register.
+  // Scales of both rows from half a register.
   template <bool is_usual>
   __device__ static __forceinline__ float2 two_scales(uint32_t four, int second) {
     const uint32_t two = four >> 16 * second;
@@ -172,12 +173,12 @@ struct E2m1Weights {
     }
   }
 
-  // Products of a lane: rows lane / 4 and that + 8, two limbs of the columns of its parity. Two spans are under way at a time,
-  // each of two steps, or of as many as a group has.
+  // Products of a lane: rows lane / 4 and lane / 4 + 8, two limbs of the columns of its parity. Two spans are interleaved, each
+  // of two steps or of one group.
   template <bool is_usual>
   __device__ static __forceinline__ void products(const uint8_t* unit, const uint8_t* limbs, const Groups& of, float (&sum)[4]) {
     constexpr int pairs = columns / 64, pairs_of_span = group > 64 ? group / 64 : 1;
-    constexpr int sums = group == 16 ? 2 : 1;  // of a span
+    constexpr int sums = group == 16 ? 2 : 1;  // sums in a span
     const int lane = threadIdx.x % 32, parity = lane % 4 / 2;
     const uint8_t *lane_codes = unit + lane * 16, *lane_limbs = limbs + LimbsByParity::place_of_lane();
     const int start[4] = {sum_bias, sum_bias, sum_bias, sum_bias};

@@ -1,12 +1,11 @@
-// The products of a unit of integers and the limbs of one row of x on the integer tensor cores, where codes are never moved,
-// and put together only where they are made up of what other codes leave over (mma_fragment_layout.cuh).
+// Products of a unit of integers and the limbs of one row of x on the integer tensor cores, with codes left where they are in
+// their bytes. Only codes that are composed of leftover bits of other bytes are assembled (mma_fragment_layout.cuh).
 //
-// Codes that fill a byte are an operand A with all but one field masked away, or with those above it too: of a byte of two
-// fields, `low` times the limbs of both steps and the whole byte times those of the higher step give both products, since
-// 16 high = byte - low. Codes of other widths are masked where they lie, and those of a group that lie in the same place of their
-// bytes have a sum together. Products, the sums of a group, and those of them that make up a code, by powers of two, are exact
-// integers, and so is the zero point's share, z times the sums of the limbs. A signed code is one without a sign whose zero
-// point is 2^(bits - 1). From there on fp32: the group's scale, and the sum of groups.
+// Widths that fill a byte: operand A is the byte with all but one field masked, or with the fields above it too. For a byte of
+// two fields, `low` times the limbs of both steps and the whole byte times those of the higher step give both products, since 16
+// high = byte - low. Other widths are masked in place; codes of a group at the same bit offset share an accumulator. Products,
+// the sums of a group and their combination by powers of two are exact integers, and so is the zero point's share, z times the
+// sum of the limbs. A signed code is an unsigned one with zero point 2^(bits - 1). Scales and sums of groups are fp32.
 #pragma once
 
 #include "split_int8_mma.cuh"
@@ -14,9 +13,9 @@
 
 namespace lowbit::cuda {
 
-// Two steps of 32 columns share an operand B: column 2 d has limb d of the even step, column 2 d + 1 that of the odd one, so
-// that lane % 4 = d has the sums with limb d of both (columns 6 and 7 repeat 0 and 1, and count nothing). Four steps lie
-// together: for each limb and parity 64 bytes, of which 16 are a lane's registers for two pairs of steps.
+// Two steps of 32 columns share an operand B: column 2 d has limb d of the even step, column 2 d + 1 that of the odd one, so that
+// lane % 4 = d has the sums of limb d for both (columns 6 and 7 repeat 0 and 1 and are ignored). Four steps are stored together:
+// 64 bytes for each limb and parity, of which 16 are a lane's registers for two pairs of steps.
 struct LimbsByPair {
   static constexpr int size_of_quad = 384, size_of_pair = size_of_quad / 2, size_of_part = 2 * size_of_quad;
   static constexpr bool splits_columns = false, has_limb_per_lane = true;
@@ -30,31 +29,31 @@ struct LimbsByPair {
 #pragma unroll
     for (int d = 0; d < 3; d++) *reinterpret_cast<uint2*>(to + d * 128) = limb[d];
   }
-  // Where a lane finds its registers of operand B.
+  // Offset of a lane's registers of operand B.
   __device__ static __forceinline__ int place_of(int lane) { return (lane / 4 - (lane < 24 ? 0 : 6)) * 64 + lane % 4 * 16; }
 };
 
-// The same for steps four apart, of eight that lie together.
+// The same for steps four apart, of eight that are stored together.
 struct LimbsByHalf : LimbsByPair {
   __device__ static __forceinline__ int place_to(int lane) {
     return lane / 8 % 2 * size_of_quad + lane / 16 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8;
   }
 };
 
-// a b + c, which the compiler may not take apart.
+// a b + c in one instruction, which the compiler would otherwise split.
 __device__ __forceinline__ int product_on(int a, int b, int c) {
   int sum;
   asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
   return sum;
 }
 
-// The four words of a lane with all but the bits of `mask` taken away.
+// A lane's four words with all bits but those of `mask` cleared.
 __device__ __forceinline__ void masked(const uint4& words, uint32_t mask, uint32_t (&a)[4]) {
   a[0] = words.x & mask, a[1] = words.y & mask, a[2] = words.z & mask, a[3] = words.w & mask;
 }
 
-// Adds the products of four steps to the integers of their groups, [group][row of W], which count 2^-log. `flips`: codes have a
-// sign.
+// Adds the products of four steps to the integers of their groups, [group][row of W], in units of 2^-log. flips: codes are
+// signed.
 template <int width, int log, int grain, bool flips>
 __device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, const uint4& b, int (&v)[4 / grain][2]) {
   constexpr int fields = 8 / width;
@@ -63,7 +62,7 @@ __device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, 
     const uint4 four = *reinterpret_cast<const uint4*>(lane_codes + (quad * 4 / fields + i) * 512);
     return uint4{four.x ^ signs, four.y ^ signs, four.z ^ signs, four.w ^ signs};
   };
-  if constexpr (width == 4) {  // two sums for two steps; the second pair of a group goes on with those of the first
+  if constexpr (width == 4) {  // separate accumulators for two steps; the second pair of a group continues those of the first
     constexpr int length = grain == 4 ? 2 : 1, up = log - 4;
 #pragma unroll
     for (int first = 0; first < 2; first += length) {
@@ -98,7 +97,7 @@ __device__ __forceinline__ void add_fields(const uint8_t* lane_codes, int quad, 
   }
 }
 
-// The same for a width that does not divide eight and four of eight steps, `half` of them further; `b`: of all eight.
+// The same for widths that do not divide eight, and four of eight steps, the first or second `half`; b: registers of all eight.
 template <int bits, int log, int grain, bool flips>
 __device__ __forceinline__ void add_places(const uint8_t* lane_codes, int half, const uint4 (&b)[2], int (&v)[4 / grain][2]) {
   const int whole_at = bit_of_code(bits, half * 4 % steps_per_run(bits)), rest_at = 8 - bits;
@@ -125,12 +124,12 @@ __device__ __forceinline__ void add_places(const uint8_t* lane_codes, int half, 
   }
 }
 
-// Integers of fewer than eight bits, as split_int8_gemv takes weights, for one row of x.
+// Integer weights of fewer than eight bits for split_int8_gemv and one row of x.
 template <int code_bits, int grain, bool zero>
 struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   using Base = IntegerWeights<code_bits, grain, zero>;
   using Base::columns, Base::steps, Base::code_bytes, Base::zero_at;
-  static constexpr int bits = code_bits, integer_log2 = 8 - bits;  // no field is below 1
+  static constexpr int bits = code_bits, integer_log2 = 8 - bits;  // no field starts below bit 1
   static constexpr int unit_log2 = integer_log2 - sum_log2;
   static constexpr bool has_zero = zero, has_shares = true, has_outer = false;
   static constexpr bool fills_bytes = 8 % bits == 0;
@@ -138,8 +137,8 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   template <int M>
   using Order = std::conditional_t<fills_bytes, LimbsByPair, LimbsByHalf>;
 
-  // The registers of operand B of a slice, and the shares of its groups where there are few; a slice that is the only one of its
-  // warp has those from here and not from memory.
+  // Registers of operand B of a slice, and its zero-point shares where there are few groups. A warp with a single slice keeps
+  // them for all tiles.
   struct HeldCodes {
     static constexpr bool has_shares = grain == 4, makes_shares = has_shares && bits <= 4;  // wider codes leave no registers
     uint4 b[quads];
@@ -161,7 +160,7 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
 
    private:
     __device__ __forceinline__ void make_shares() {
-      constexpr int together = fills_bytes ? 1 : 2;  // quads with as many groups
+      constexpr int together = fills_bytes ? 1 : 2;  // groups of four steps whose zero-point shares are made together
       const uint32_t ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
 #pragma unroll
       for (int from = 0; from < quads; from += together) {
@@ -177,8 +176,8 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
     }
   };
 
-  // What a zero point of 1 (2^(bits - 1) where there are none) adds to the sums with each limb, less than nothing, in each
-  // group: by lane % 4, of eight numbers. Without zero points a sum starts at that.
+  // Minus the share in each limb's sum of a zero point of 1 (signed codes: 2^(bits - 1)), for each group: from lane % 4, of eight
+  // values. Without zero points the accumulators start with it.
   __device__ static __forceinline__ int share_of(int limb_sum) {
     return has_zero ? -limb_sum << integer_log2 : (-limb_sum << integer_log2 + bits - 1) + sum_bias;
   }
@@ -214,7 +213,7 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   template <int M>
   __device__ static __forceinline__ void add_products(const uint8_t* unit, const HeldCodes& x, const Groups& groups, int lane,
                                                       float (&sum)[4]) {
-    if (groups.are_usual) {  // no more choices on the way
+    if (groups.are_usual) {  // one code path without further branches
       add_products_of<true>(unit, x, groups, lane, sum);
     } else {
       add_products_of<false>(unit, x, groups, lane, sum);
@@ -226,7 +225,7 @@ struct FieldWeights : IntegerWeights<code_bits, grain, zero> {
   __device__ static __forceinline__ void add_products_of(const uint8_t* unit, const HeldCodes& x, const Groups& groups, int lane,
                                                          float (&sum)[4]) {
     constexpr int groups_of_quad = 4 / grain;
-    constexpr int together = fills_bytes ? 1 : 2;  // quads whose scales are loaded at a time
+    constexpr int together = fills_bytes ? 1 : 2;  // groups of four steps whose scales are loaded together
     const uint8_t* lane_codes = unit + lane * 16;
     const uint8_t* lane_zeros = unit + zero_at(is_usual ? 2 : groups.scale_size) + lane / 4 * 2;
 #pragma unroll

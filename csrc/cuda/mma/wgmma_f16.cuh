@@ -11,23 +11,23 @@ namespace lowbit::cuda {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Operand B: n rows of 64 columns of 16 bits, 128 bytes a row, as a tensor copy with 128-byte swizzle lays them down. Its
-// description counts 16 bytes: one more is eight columns on. (What is added to all of it costs an operation; put together for
-// each product from its halves, of which the upper one never changes, it would cost three.)
+// Descriptor of operand B: n rows of 64 16-bit columns, 128 bytes in a row, as TMA with 128-byte swizzle stores them. It counts
+// in 16 bytes: one more is eight columns further. (Adding to all 64 bits costs one operation; composing it from its halves for
+// each product, of which the upper never changes, would cost three.)
 __device__ __forceinline__ uint32_t smem_descriptor_low(uint32_t address) { return 1 << 16 | (address & 0x3ffff) >> 4; }
 __device__ __forceinline__ uint64_t smem_descriptor(uint32_t b) {
   constexpr uint64_t swizzle_of_128_bytes = uint64_t{1} << 62, eight_rows = uint64_t{1024 >> 4} << 32;
   return swizzle_of_128_bytes | eight_rows | b;
 }
 
-// Registers written before are seen by the products that follow.
+// Orders register writes before the wgmma that read them.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int left>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
 }
-// The compiler keeps `registers` where they are until here.
+// Makes the compiler keep `registers` in place until here.
 template <int n, class R>
 __device__ __forceinline__ void pin_registers(R (&registers)[n]) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// wgmma.mma_async of sm_90a on 8-bit numbers: 64 rows of weights times T rows of x, both in shared memory, 32 columns at a
-// time; integers summed in int32, e4m3 in what the tensor cores keep of fp32.
+// wgmma.mma_async of sm_90a on 8-bit values: 64 rows of weights times T rows of x, both in shared memory, 32 columns at a time;
+// int8 sums in int32, e4m3 in the tensor cores' fp32.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@ namespace lowbit::cuda::w8a8 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// An operand: rows of 128 bytes as a tensor copy with 128-byte swizzle lays them down, eight rows in 1024 bytes.
+// Descriptor of an operand: rows of 128 bytes as TMA with 128-byte swizzle stores them, eight rows in 1024 bytes.
 __device__ __forceinline__ uint64_t smem_descriptor(uint32_t address) {
   constexpr uint64_t swizzle_of_128_bytes = uint64_t{1} << 62, eight_rows = uint64_t{1024 >> 4} << 32, unused = uint64_t{1} << 16;
   return swizzle_of_128_bytes | eight_rows | unused | (address & 0x3ffff) >> 4;
 }
 
-// Registers written before are seen by the products that follow.
+// Orders register writes before the wgmma that read them.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int left>
@@ -22,14 +22,14 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
 }
 
-// c = keep * c + a b^T. A thread holds of c, for every eight rows of x, rows lane / 4 and lane / 4 + 8 of its warp's 16
-// rows of weights at two neighbouring rows of x.
+// c = keep * c + a b^T. For each eight rows of x a thread holds rows lane / 4 and lane / 4 + 8 of its warp's 16 rows of W at two
+// neighbouring rows of x.
 template <int T>
 __device__ void add(int32_t (&c)[T / 2], uint64_t a, uint64_t b, int store_args);
 template <int T>
 __device__ void add(float (&c)[T / 2], uint64_t a, uint64_t b, int store_args);
 
-// The same with rows of W from registers: those of lane / 4 and lane / 4 + 8 at columns 4 (lane % 4), then at 16 more.
+// The same with W from registers: rows lane / 4 and lane / 4 + 8 at columns 4 (lane % 4), then 16 further.
 template <int T>
 __device__ void add(int32_t (&c)[T / 2], const uint32_t (&a)[4], uint64_t b, int store_args);
 
