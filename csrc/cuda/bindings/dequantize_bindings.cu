@@ -1,4 +1,4 @@
-// lowbit_cuda::fragment_dequantize: checks what it is given and launches dequantize.cuh on torch's current stream.
+// lowbit_cuda::fragment_dequantize: checks arguments and launches dequantize.cuh on torch's current stream.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>

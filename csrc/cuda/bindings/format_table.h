@@ -1,4 +1,4 @@
-// The formats of weights that kernels of tiles take, by the names that Python has for them.
+// Formats that the kernels over mma_fragment support, by their Python names.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -45,7 +45,7 @@ inline ScaleType scale_type_of(const torch::stable::Tensor& scale, const std::st
                   torch::headeronly::toString(dtype), " for ", name);
 }
 
-// Those that a unit may hold.
+// Group sizes that a unit may hold.
 inline void check_group_size(int64_t size) {
   STD_TORCH_CHECK(size == -1 || size == 16 || size == 32 || size == 64 || size == 128, "group_size must be -1, 16, 32, 64 or 128, got ",
                   size);

@@ -1,4 +1,4 @@
-// A weight in tiles and what goes with it, as a binding is given them: checked, and as the kernels take them.
+// A weight in the layout mma_fragment as a binding receives it: checked, and as kernels take it.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,22 +14,22 @@ namespace lowbit::cuda {
 
 inline bool is_on_16_bytes(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-// Whether these are numbers of eight bits that stand for others.
+// Whether these are 8-bit codes of a scale format.
 inline bool are_codes(const torch::stable::Tensor& t) { return t.scalar_type() == torch::headeronly::ScalarType::Byte; }
 
-// The tensors that a product is given beside x. Those that are absent are what `scale` is.
+// The tensors of a product but x. Absent ones are set to `scale`.
 struct FragmentWeight {
   using Tensor = torch::stable::Tensor;
   using ScalarType = torch::headeronly::ScalarType;
 
-  Tensor packed, scale, zero, outer, bias;  // kept until the launch
+  Tensor packed, scale, zero, outer, bias;  // kept alive until the launch
   UnitLayout unit;
   int64_t n, tiles;
   int k, units_per_row;
   bool has_zero, has_outer, has_bias;
   bool is_uncopied;  // none of them is a copy
 
-  // Of products with `x`, which have `k` columns; `group_size` -1: the row. Raises what is wrong with any of them.
+  // For products with `x` of k columns; group_size -1: the row. Raises what is wrong with any of them.
   FragmentWeight(const Tensor& x, int64_t columns, const Tensor& packed_any, const Tensor& scale_any,
                 const std::optional<Tensor>& zero_any, const std::optional<Tensor>& outer_any,
                 const std::optional<Tensor>& bias_any, int64_t bits, int64_t group_size, int scale_size)
@@ -68,7 +68,7 @@ struct FragmentWeight {
 
   const uint8_t* units() const { return static_cast<const uint8_t*>(packed.const_data_ptr()); }
   const uint8_t* zeros() const { return has_zero ? static_cast<const uint8_t*>(zero.const_data_ptr()) : nullptr; }
-  const uint8_t* zeros_of_rows() const { return unit.groups ? nullptr : zeros(); }  // else they are in the units
+  const uint8_t* zeros_of_rows() const { return unit.groups ? nullptr : zeros(); }  // otherwise they are in the units
   const float* outer_scale() const { return has_outer ? static_cast<const float*>(outer.const_data_ptr()) : nullptr; }
   const void* biases() const { return has_bias ? bias.const_data_ptr() : nullptr; }
 

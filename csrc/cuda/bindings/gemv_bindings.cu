@@ -1,4 +1,4 @@
-// lowbit_cuda::linear: checks what it is given and launches the kernels of gemv.cuh on torch's current stream.
+// lowbit_cuda::linear: checks arguments and launches gemv.cuh on torch's current stream.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -19,7 +19,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using namespace lowbit::cuda;
 
-// Rows may lie apart (a slice of a weight), the elements of a row may not.
+// `t` with contiguous rows; rows may be apart (a slice of a weight).
 Tensor with_dense_rows(const Tensor& t) {
   const int64_t last = t.dim() - 1;
   return last < 0 || t.numel() == 0 || t.stride(last) == 1 || t.size(last) == 1 ? t : dense(t);
@@ -91,7 +91,7 @@ Tensor linear(Tensor x_any, Tensor packed_any, Tensor scale_any, std::optional<T
       STD_TORCH_CHECK(false, "scale must be float32, bfloat16 or float16, got ",
                       torch::headeronly::toString(scale.scalar_type()));
   }
-  Tensor zero = scale, bias = scale;  // kept until the launch
+  Tensor zero = scale, bias = scale;  // kept alive until the launch
   if (zero_any) {
     zero = with_dense_rows(*zero_any);
     check_matrix(zero, "zero_point", x, a.n, groups);

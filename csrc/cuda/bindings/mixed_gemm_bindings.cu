@@ -1,4 +1,4 @@
-// lowbit_cuda::mixed_gemm: checks what it is given and launches mixed_gemm.cuh on torch's current stream.
+// lowbit_cuda::mixed_gemm: checks arguments and launches mixed_gemm.cuh on torch's current stream.
 #include <cuda_runtime_api.h>
 #include <cudaTypedefs.h>
 #include <torch/csrc/stable/library.h>
@@ -14,7 +14,7 @@
 
 namespace lowbit::cuda {
 
-// The driver's function is found at run time, so that the library loads where there is no driver.
+// The driver's function is looked up at run time, so that the library loads without a driver.
 cudaError_t encode_x_tensormap(CUtensorMap* map, bool x_is_half, const void* x, int64_t rows, int64_t k, int rows_of_box) {
   static std::atomic<void*> known = nullptr;
   void* found = known;
@@ -92,7 +92,7 @@ Tensor mixed_gemm(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tenso
 
   const bool x_is_half = dtype == ScalarType::Half, is_e2m1 = known.family == Family::e2m1, is_nf4 = known.family == Family::nf4;
   const bool has_row_scales = a.unit.groups == 0, is_e4m3 = a.scale_type == ScaleType::e4m3;
-  // What float16 does not reach is not rounded to it. Two bits times four are six, and a power of two adds none.
+  // What exceeds float16 is not rounded to it. 2-bit values times 4-bit scales have six bits, and a power of two adds none.
   const bool may_round = !x_is_half || (!is_nf4 && (has_row_scales || a.scale_type == ScaleType::float16 || (is_e2m1 && is_e4m3)));
   const bool rounds_nothing = !is_nf4 && may_round && (has_row_scales || a.scale_type == ScaleType::e8m0 || (is_e2m1 && is_e4m3));
 

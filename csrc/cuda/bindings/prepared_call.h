@@ -1,5 +1,5 @@
-// Products whose weight was checked before. Most of the host time of a small product goes into asking a dozen arguments what
-// they are; a weight that stays where it is need be asked once.
+// Products with a weight that was checked before. Checking a dozen arguments dominates the host time of a small product; a weight
+// that stays where it is needs it once.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,12 +17,12 @@
 
 namespace lowbit::cuda {
 
-// All that a launch takes but x and y, as it lies in a tensor of bytes on the CPU that whoever prepared it keeps.
+// All arguments of a launch but x and y, in a byte tensor on the CPU that the caller keeps.
 struct PreparedCall {
   // With m rows of x.
   using Launch = cudaError_t (*)(const PreparedCall&, const void* x, void* y, int m, cudaStream_t);
 
-  uint64_t sign;  // tells such bytes from others
+  uint64_t sign;  // rejects other bytes
   Launch launch;
   int64_t n, k, max_rows;
   int32_t device, dtype;
@@ -48,7 +48,7 @@ struct PreparedCall {
   }
 };
 
-// On the current stream: x [..., K] times the weight, in a new tensor.
+// x [..., K] times the weight on the current stream, in a new tensor.
 inline torch::stable::Tensor product_of(const PreparedCall& prepared, const torch::stable::Tensor& x_any) {
   const torch::stable::Tensor x = held_dense(x_any, "x");
   const auto [shape, m] = ProductShape(x, prepared.n);
@@ -63,7 +63,7 @@ inline torch::stable::Tensor product_of(const PreparedCall& prepared, const torc
   return y;
 }
 
-// Its bytes; none where the weight had to be copied, which somebody would have to keep.
+// The PreparedCall as bytes; empty where the weight had to be copied, since nobody would own the copy.
 inline torch::stable::Tensor bytes_of(const PreparedCall& prepared, const FragmentWeight& weight) {
   static_assert(std::is_trivially_copyable_v<PreparedCall>);
   const int64_t size = weight.is_uncopied ? static_cast<int64_t>(sizeof(PreparedCall)) : 0, stride = 1;

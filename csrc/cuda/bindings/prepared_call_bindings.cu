@@ -1,4 +1,4 @@
-// lowbit_cuda::prepared_linear: products whose weight split_int8_gemv_prepare or skinny_gemm_prepare has checked.
+// lowbit_cuda::prepared_linear: products with a weight that split_int8_gemv_prepare or skinny_gemm_prepare has checked.
 #include <torch/csrc/stable/library.h>
 
 #include "prepared_call.h"

@@ -1,5 +1,5 @@
-// lowbit_cuda::skinny_gemm: checks what it is given and launches skinny_gemm.cuh on torch's current stream.
-// skinny_gemm_prepare: the checks alone, for prepared_linear.
+// lowbit_cuda::skinny_gemm: checks arguments and launches skinny_gemm.cuh on torch's current stream. skinny_gemm_prepare: only
+// the checks, for prepared_linear.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -30,7 +30,7 @@ ScaleType type_of(const Tensor& scale, bool is_e8m0) {
   }
 }
 
-// Whether there is a kernel for the format and the scheme; `exponent`: bits of a float's, 0 for integers, -1 for nf4.
+// Whether there is a kernel for the format and the scheme; exponent: bits of a float's exponent, 0 for integers, -1 for nf4.
 bool is_known(int64_t bits, int64_t exponent, int64_t group, ScaleType scale) {
   const bool is_integer = exponent == 0 && bits >= 2 && bits <= 8;
   const bool is_float = (bits == 4 && exponent == 2) || (bits == 6 && (exponent == 2 || exponent == 3)) ||
@@ -58,7 +58,7 @@ cudaError_t launch_prepared(const PreparedCall& prepared, const void* x, void* y
                         : launch_skinny_nf4(a, x_is_half, plan, stream);
 }
 
-// Calls `then` with the product of such a weight and rows like those of `x`, and what has to be kept until it is launched.
+// Calls `then` with the arguments for such a weight and x, and with the tensors to keep until the launch.
 template <class Then>
 Tensor prepare(const Tensor& x, const Tensor& packed, const Tensor& scale, const std::optional<Tensor>& zero_point,
                const std::optional<Tensor>& outer, const std::optional<Tensor>& bias, const PackedFormat& kind, SkinnyGemmPlan plan,

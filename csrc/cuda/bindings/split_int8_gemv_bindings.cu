@@ -1,5 +1,5 @@
-// lowbit_cuda::split_int8_gemv: checks what it is given and launches split_int8_gemv.cuh on torch's current stream.
-// split_int8_gemv_prepare: the checks alone, for prepared_linear.
+// lowbit_cuda::split_int8_gemv: checks arguments and launches split_int8_gemv.cuh on torch's current stream.
+// split_int8_gemv_prepare: only the checks, for prepared_linear.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -34,7 +34,7 @@ Dtype dtype_of(const Tensor& scale) {
     case ScalarType::Float: return Dtype::float32;
     case ScalarType::BFloat16: return Dtype::bfloat16;
     case ScalarType::Half:
-    case ScalarType::Byte: return Dtype::float16;  // the codes of a format say nothing here
+    case ScalarType::Byte: return Dtype::float16;  // the dtype of 8-bit scale codes is not used
     default:
       STD_TORCH_CHECK(false, "scale must be float32, bfloat16, float16 or uint8, got ",
                       torch::headeronly::toString(scale.scalar_type()));
@@ -53,7 +53,7 @@ decltype(&launch_split_int8<4>) launcher_of(int64_t bits) {
   }
 }
 
-// Whether there is a kernel for the format and the scheme; `exponent`: bits of a float's, 0 for integers.
+// Whether there is a kernel for the format and the scheme; exponent: bits of a float's exponent, 0 for integers.
 bool is_known(int64_t bits, int64_t exponent, int64_t group, const Tensor& scale, bool scale_is_e8m0) {
   const bool is_e2m1 = bits == 4 && exponent == 2;
   const bool is_e8m0 = scale.scalar_type() == ScalarType::Byte && scale_is_e8m0;
@@ -64,7 +64,7 @@ bool is_known(int64_t bits, int64_t exponent, int64_t group, const Tensor& scale
 
 using LaunchSplitInt8 = decltype(&launch_split_int8<4>);
 
-// What is launched with the arguments, and its plan.
+// Arguments and plan of a launch.
 struct SplitInt8Call {
   SplitInt8Args arguments;
   SplitInt8Plan plan;
@@ -80,7 +80,7 @@ cudaError_t launch_prepared(const PreparedCall& prepared, const void* x, void* y
   return launch(a, m, group, plan, stream);
 }
 
-// Calls `then` with the product of such a weight and rows like those of `x`, and what has to be kept until it is launched.
+// Calls `then` with the arguments for such a weight and x, and with the tensors to keep until the launch.
 template <class Then>
 Tensor prepare(const Tensor& x, const Tensor& packed, const Tensor& scale, const std::optional<Tensor>& zero_point,
                const std::optional<Tensor>& outer, const std::optional<Tensor>& bias, const PackedFormat& kind, SplitInt8Plan plan,

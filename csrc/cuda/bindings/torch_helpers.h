@@ -1,5 +1,5 @@
-// What a binding asks of torch in each call, in the quickest ways that the stable ABI has: half a dozen questions through
-// torch's dispatcher cost as much host time as the launch.
+// Queries to torch in the cheapest ways of its stable ABI: half a dozen queries through the dispatcher cost as much host time as
+// the launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,18 +18,18 @@ namespace lowbit::cuda {
 
 using lowbit::check_storage;
 
-// The tensor itself, or a copy without gaps.
+// `t`, or a contiguous copy.
 inline torch::stable::Tensor dense(const torch::stable::Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
 
-// The same of one that holds what its sizes say.
+// The same, after checking its storage.
 inline torch::stable::Tensor held_dense(const torch::stable::Tensor& t, const char* name) {
   check_storage(t, name);
   return dense(t);
 }
 
-// A tensor of this shape that nothing has been written to, of the dtype and device of `like`.
+// An uninitialized tensor of this shape with the dtype and device of `like`.
 inline torch::stable::Tensor empty_like(const torch::stable::Tensor& like, const std::vector<int64_t>& shape) {
   std::vector<int64_t> strides(shape.size());
   int64_t step = 1;
@@ -47,7 +47,7 @@ inline torch::stable::Tensor empty_like(const torch::stable::Tensor& like, const
   return torch::stable::Tensor(made);
 }
 
-// The shape of x [..., K] times a weight of n rows, and how many rows of x there are.
+// Output shape and M of x [..., K] times a weight of n rows.
 struct ProductShape {
   std::vector<int64_t> sizes;
   int64_t m = 1;
@@ -57,9 +57,10 @@ struct ProductShape {
   }
 };
 
-// How a weight is to be decoded, in one number, as lowbit_kernels/cuda.py writes it: each argument of an operator costs time.
+// How a weight is decoded, in one integer, as lowbit_kernels/cuda.py encodes it: each argument of an operator costs time.
 struct PackedFormat {
-  int64_t bits, exponent, group_size;  // exponent: bits of a float's, 0 for integers, -1 for a table; group_size: -1 for the row
+  int64_t bits, exponent, group_size;  // exponent: bits of a float's exponent, 0 for integers, -1 for a table; group_size: -1 for
+                                       // the row
   bool is_signed, scale_is_e8m0;
   float factor;
 
@@ -72,7 +73,7 @@ struct PackedFormat {
         factor(1.0f / static_cast<float>(uint64_t{1} << (kind >> 10 & 63))) {}
 };
 
-// While it lives, `device` is the current one; where it is already, nothing is asked of torch.
+// Makes `device` current for its lifetime; does not query torch where it already is.
 class DeviceGuardIfNeeded {
  public:
   explicit DeviceGuardIfNeeded(int32_t device) {

@@ -1,4 +1,4 @@
-// lowbit_cuda::w8a8_linear: checks what it is given, rounds x and multiplies on torch's current stream, in one kernel or two.
+// lowbit_cuda::w8a8_linear: checks arguments, quantizes x and multiplies on torch's current stream, in one kernel or two.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -73,7 +73,7 @@ Tensor w8a8_linear_op(Tensor x_any, Tensor packed, Tensor scale_any, std::option
   a.group_k = group_size == -1 ? 0 : static_cast<int>(std::min<int64_t>(group_size, 1 << 30));
   a.w_scale_dtype = dtype_of(scale, "scale");
   a.y_dtype = dtype;
-  Tensor bias = scale;  // kept until the launch
+  Tensor bias = scale;  // kept alive until the launch
   if (bias_any) {
     STD_TORCH_CHECK(is_beside(*bias_any, x) && bias_any->dim() == 1 && bias_any->numel() == n &&
                         bias_any->scalar_type() == x.scalar_type(),
@@ -89,7 +89,7 @@ Tensor w8a8_linear_op(Tensor x_any, Tensor packed, Tensor scale_any, std::option
   a.y = y.mutable_data_ptr();
   a.can_store_16_bytes = dtype != Dtype::float32 && (reinterpret_cast<uintptr_t>(a.y) | n * 2) % 16 == 0;
 
-  // Copies of W's boxes need rows on 16 bytes: a weight that has others is copied.
+  // TMA needs rows aligned to 16 bytes: other weights are copied.
   const int64_t pitch = rounded_up(k, 32), w_pitch = rounded_up(row_bytes, 16);
   const bool is_copied = reinterpret_cast<uintptr_t>(packed.const_data_ptr()) % 16 || packed.stride(0) % 16 ||
                          (row_bytes > 1 && packed.stride(1) != 1) || packed.stride(0) < row_bytes;

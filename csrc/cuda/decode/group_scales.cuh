@@ -1,4 +1,4 @@
-// Scales and zero points of the two rows of a lane, group after group along a unit, as a warp meets them.
+// Scales and zero points of a lane's two rows, group after group along a unit.
 #pragma once
 
 #include "../mma/f16x2_math.cuh"
@@ -6,7 +6,7 @@
 
 namespace lowbit::cuda {
 
-// Which scales a kernel reads in units: fp32 and 16 bits, those of x's own type, one of the narrow ones, or, of rows, none.
+// Types of scales in the units: plain (fp32 or any 16-bit), local (the type of x), the 8-bit ones, or row: none in the units.
 enum class Scaling { plain, local, e8m0, e4m3, row };
 
 __device__ __forceinline__ uint32_t dup_bfloat16(float number) {
@@ -33,7 +33,7 @@ struct GroupScales {
     zeros += groups * tile_rows;
   }
 
-  // `T`: the type of x.
+  // T: type of x.
   template <class T>
   __device__ __forceinline__ float2 next() {
     const uint8_t* at = scales;
@@ -54,7 +54,7 @@ struct GroupScales {
     }
   }
 
-  // The same as numbers of T, each twice, where T holds them: its own, powers of two in bfloat16.
+  // The same as pairs of equal values of T, where T holds them: its own type, and powers of two in bfloat16.
   template <class T>
   __device__ __forceinline__ uint2 next_exact() {
     const uint8_t* at = scales;
@@ -64,14 +64,14 @@ struct GroupScales {
       return {__byte_perm(two, 0, 0x1010), __byte_perm(two, 0, 0x3232)};
     }
     const uint32_t codes = *reinterpret_cast<const uint16_t*>(at);
-    // The least is a subnormal; the last, infinity here, times zero is NaN.
+    // code 0 is subnormal; 255, infinity here, gives NaN times zero
     const uint32_t two = __vmaxu2(__byte_perm(codes, 0, 0x4140) << 7, 0x00400040u);
     const uint32_t numbers = fma_f16x2<T>(two, 0, two);
     return {__byte_perm(numbers, 0, 0x1010), __byte_perm(numbers, 0, 0x3232)};
   }
 
-  // Narrow ones times 2^power, each twice: one multiplication serves the scale and the power of two that numbers lack (Floats,
-  // weight_decoders.cuh). With all of that power some would be infinite, so `power` is less. Those of e8m0 may still be too large:
+  // 8-bit scales times 2^power, as pairs: one multiplication applies the scale and the power of two that values need
+  // (FloatDecoder, weight_decoders.cuh). Less than the full power, since some would overflow. e8m0 scales may still be too large:
   // `largest` is the largest code so far.
   template <class T, int power>
   __device__ __forceinline__ uint2 next_with_power(uint32_t& largest) {
@@ -104,7 +104,7 @@ struct GroupScales {
   }
 };
 
-// A scale as two numbers of T that add up to it, each twice: the second is zero where T holds the first.
+// A scale as the sum of two values of T, each as a pair; the second is zero where T holds the scale.
 struct ScaleParts {
   uint32_t high, low;
 };
@@ -116,7 +116,7 @@ __device__ __forceinline__ ScaleParts parts_of(float scale) {
   return {h | h << 16, (h & 0x7fff) < infinity ? l | l << 16 : 0};
 }
 
-// The operands of a weight as one operand of weights times scales. `has_rest`: whether scales have a second part.
+// Turns operands of values into operands of values times scales. has_rest: scales have a second part.
 template <class T, bool has_rest, int parts>
 __device__ __forceinline__ void scale_operand(uint32_t (&a)[parts][4], ScaleParts row, ScaleParts row8) {
 #pragma unroll

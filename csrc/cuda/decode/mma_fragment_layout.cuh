@@ -1,4 +1,5 @@
-// the layout mma_fragment (lowbit_kernels/mma_fragment.py describes it): where a unit of 16 rows keeps its codes, scales and zero points.
+// The layout mma_fragment (described in lowbit_kernels/mma_fragment.py): where a unit of 16 rows keeps codes, scales and zero
+// points.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@ namespace lowbit::cuda {
 
 constexpr int tile_rows = 16;
 
-// `group` 0: the whole row is one group, and its scale and zero point are not in the unit.
+// group 0: the whole row is one group, whose scale and zero point are not in the unit.
 template <int bits, int group, bool has_zero>
 struct Unit {
   static constexpr int columns = bits <= 4 ? 512 : 256;
@@ -19,17 +20,17 @@ struct Unit {
   __host__ __device__ static constexpr int size(int scale_size) {
     return (zero_at(scale_size) + (has_zero ? tile_rows * groups : 0) + 15) / 16 * 16;
   }
-  // Scales and zero points of a group lie in the order of rows 0, 8, 1, 9, ...
+  // Scales and zero points of a group are in the order of rows 0, 8, 1, 9, ...
   __device__ static constexpr int place(int g, int row) { return g * tile_rows + row % 8 * 2 + row / 8; }
 };
 
-// Codes lie in runs of steps of 32 columns, the fewest whose bits fill whole blocks of 512 bytes.
+// Codes are stored in runs of steps of 32 columns, the fewest whose bits fill whole blocks of 512 bytes.
 __host__ __device__ constexpr int steps_per_run(int bits) { return bits % 2 ? 8 : bits % 4 ? 4 : bits == 4 ? 2 : 1; }
 __host__ __device__ constexpr int blocks_per_run(int bits) { return steps_per_run(bits) * bits / 8; }
 
-// Of widths that do not divide eight a byte of each block holds whole codes, and what is left over in the bytes of several
-// makes up the others, the highest bits first: bits of a byte of a block, so many from where they have to be shifted.
-// (No loops and no tables: the compiler folds them too late.)
+// Widths that do not divide eight: each block's bytes hold whole codes, and the leftover bits of several bytes form further
+// codes, highest bits first. A piece: bits of a block's byte, and their shift. (Without loops and tables, which the compiler
+// folds too late.)
 struct CodePiece {
   int block, width, shift;
 };
@@ -54,7 +55,7 @@ __host__ __device__ constexpr CodePiece code_piece(int bits, int step, int i) {
   }
 }
 
-// The lowest bit in its byte of the code of a step of a run, whole or put together.
+// Lowest bit in its byte of the code of a step of a run, stored whole or composed.
 __host__ __device__ constexpr int bit_of_code(int bits, int step) {
   return 8 % bits == 0 ? bits * step : !is_whole(bits, step) ? 8 - bits : bits == 3 && step >= 4 ? 3 : 0;
 }

@@ -1,4 +1,4 @@
-// NF4 by a table, as a family of weight_decoders.cuh.
+// Decoder of NF4 by a table in shared memory (see weight_decoders.cuh).
 #pragma once
 
 #include "../../formats.h"
@@ -9,19 +9,19 @@
 
 namespace lowbit::cuda {
 
-// NF4 in two operands of 16 bits, the second what the first leaves of a number. Numbers of float16 are multiplied by 1024,
-// which keeps the second ones from underflowing. Those of bfloat16, which together have 16 bits or more, are multiplied by a
-// factor (of all in [1, 2) of fp32) under which they are nearest to the 15 numbers: within 2^-20.7 of each.
+// NF4 as the sum of two 16-bit operands. With float16 values are multiplied by 1024, so that the second operand does not
+// underflow. With bfloat16, whose two operands have 16 bits together, they are multiplied by the factor in [1, 2) that brings all
+// 15 values within 2^-20.7.
 template <class T>
 struct Nf4Decoder {
   static constexpr int bits = 4, parts = 2;
   static constexpr bool supports_zero = false;
   static constexpr float multiplied_by = F16Traits<T>::mantissa == 7 ? 0x1.58a2f6p0f : 0x1p10f;
-  static constexpr float factor = 1 / multiplied_by;  // a product of the operands times this is one of the weights
-  static constexpr int pitch = 256, size = 16 * pitch;  // of the rows of a code, in which every lane has its own bank
-  static constexpr int table_size = 2 * size / sizeof(uint2);  // of which a part begins on `size` bytes
+  static constexpr float factor = 1 / multiplied_by;  // value = product of the operands times this
+  static constexpr int pitch = 256, size = 16 * pitch;  // bytes of a code's row, in which each lane has its own bank
+  static constexpr int table_size = 2 * size / sizeof(uint2);  // each part is aligned to `size` bytes
   struct Constants {
-    uint32_t places, of_lane;  // of the table in the second byte of an address, and what the others are
+    uint32_t places, of_lane;  // places: table offset in the second byte of an address; of_lane: the other bytes
   };
   struct Row {};
 
@@ -29,7 +29,7 @@ struct Nf4Decoder {
     return (shared_address(table) + size - 1) / size * size;
   }
 
-  // By a whole block of whole warps, into table_size entries of shared memory.
+  // Fills table_size entries of shared memory; called by all threads of a block.
   static __device__ __forceinline__ void fill(uint2* table, int thread = threadIdx.x, int threads = blockDim.x) {
     const uint32_t local = parts_of(thread % 16);
     for (int i = thread; i < 16 * 32; i += threads) {
@@ -38,7 +38,7 @@ struct Nf4Decoder {
     }
   }
 
-  // The two parts of a code's number, the first one low.
+  // The two parts of a code's value, the first in the low half.
   static __device__ __forceinline__ uint32_t parts_of(int code) {
     const float number = number_of(code), high = number * multiplied_by, low = fmaf(number, multiplied_by, -high);
     const T first = from_float<T>(high), second = from_float<T>(high - to_float(first) + low);
@@ -57,7 +57,7 @@ struct Nf4Decoder {
     return both;
   }
 
-  // The second byte of an address is a code, so that a permutation of bytes makes all of it.
+  // The code is the second byte of the table's address, so a byte permutation makes the whole address.
   static __device__ __forceinline__ void fragment(const Constants& constants, const HeldCodes<bits>& held, int step, int half,
                                                   const Row&, const Row&, uint32_t (&a)[parts][4]) {
 #pragma unroll
@@ -71,8 +71,8 @@ struct Nf4Decoder {
     }
   }
 
-  // Operands as the table has them, the parts of a number side by side, for x in which every number lies twice: the first one
-  // of columns 2t and 2t + 1, the second one of those eight further.
+  // Operands with both parts of a value side by side, for x with every element twice: first columns 2t and 2t + 1, then those
+  // eight further.
   static __device__ __forceinline__ void duplicated_fragment(const Constants& constants, const HeldCodes<bits>& held, int step, int half,
                                                uint32_t (&a)[2][4]) {
 #pragma unroll

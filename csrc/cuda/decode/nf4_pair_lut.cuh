@@ -1,9 +1,9 @@
-// NF4 as operand A of wgmma, two codes at a time.
+// Decoder of NF4 for wgmma, two codes at a time.
 //
-// The numbers of Quantiles (nf4_lut.cuh), first and second part, of two neighbours of a row lie in a table of 256 pairs, where
-// a lane finds both operands in one load of eight bytes. Each of sixteen lanes has a column of its own, so that no two lanes of
-// a half warp meet in a bank. Where a pair has 256 bytes, of which half is left empty, two codes are a byte of its address, and one
-// permutation of bytes makes that; where it has 128, a shift and a mask do, and there is room for more of x.
+// The two parts (nf4_lut.cuh) of two neighbouring values are entries of a table of 256 pairs, so that a load of eight bytes gives
+// both operands. Each of sixteen lanes has its own column, so a half warp has no bank conflicts. Where a pair takes 256 bytes,
+// half of them unused, two codes are a byte of the address, made by one permutation; where it takes 128, by a shift and a mask,
+// which leaves room for more of x.
 #pragma once
 
 #include "nf4_lut.cuh"
@@ -18,11 +18,11 @@ struct Nf4PairDecoder {
   static constexpr int pitch = pitch_, table_bytes = 256 * pitch;
   using Smaller = Nf4PairDecoder<T, 128>;
   struct Constants {
-    uint32_t table, column;  // where it lies, and in it that of this lane
+    uint32_t table, column;  // address of the table, and this lane's column in it
   };
   struct Row {};
 
-  // By the first 256 threads of a block.
+  // Fills the table; called by the first 256 threads of a block.
   static __device__ __forceinline__ void fill(uint8_t* table) {
     const uint32_t both = Nf4Decoder<T>::parts_of(threadIdx.x % 16), first = threadIdx.x / 16 % 16;
     const uint32_t self = __shfl_sync(~0u, both, first);
@@ -39,7 +39,7 @@ struct Nf4PairDecoder {
   }
   static __device__ __forceinline__ Row row(uint32_t) { return {}; }
 
-  // Byte for byte a word holds a code of a step and the one of the step behind it; two of its bytes are neighbours.
+  // Puts the codes of two neighbouring columns into one byte; a word holds codes of two steps in each byte.
   static __device__ __forceinline__ uint32_t pairs_of(uint32_t word) {
     const uint32_t flipped = (word >> 12 ^ word) & 0x0000f0f0u;
     return word ^ flipped ^ flipped << 12;

@@ -1,4 +1,4 @@
-// Numbers of 16 bits and fp32, as the CUDA kernels read and write them.
+// 16-bit floats and fp32, as the CUDA kernels read and write them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,8 +19,8 @@ __device__ __forceinline__ __half from_float<__half>(float a) { return __float2h
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float a) { return __float2bfloat16_rn(a); }
 
-// Sixteen bytes as one access: nvcc took assignments of as many to y apart into four, of which each writes a quarter of the
-// sectors that it touches.
+// Stores 16 bytes in one access: nvcc splits plain assignments into four, each of which writes a quarter of the sectors it
+// touches.
 __device__ __forceinline__ void store_sixteen(void* to, uint4 four) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(four.x), "r"(four.y), "r"(four.z),
                "r"(four.w)
@@ -35,7 +35,7 @@ __device__ __forceinline__ uint4 load_sixteen_shared(uint32_t address) {
   return four;
 }
 
-// The number at `i` of an array whose type is known only when the kernel runs.
+// Element i of an array whose type is known at run time.
 __device__ __forceinline__ float load_float(const void* data, Dtype dtype, int64_t i) {
   switch (dtype) {
     case Dtype::float32: return static_cast<const float*>(data)[i];

@@ -1,4 +1,4 @@
-// Scales and zero points as units and arrays hold them, and where a unit holds what.
+// Scales and zero points in units and arrays, and the structure of a unit.
 #pragma once
 
 #include "scalar_types.cuh"
@@ -12,7 +12,7 @@ __host__ __device__ constexpr int size_of(ScaleType type) {
   return type == ScaleType::float32 ? 4 : type == ScaleType::bfloat16 || type == ScaleType::float16 ? 2 : 1;
 }
 
-// A power of two by its exponent, the least of them a subnormal of fp32; 255 is NaN.
+// e8m0: 2^(code - 127), the least subnormal in fp32; 255 is NaN.
 __device__ __forceinline__ float e8m0_to_float(uint32_t code) {
   return __uint_as_float(code - 1 < 254 ? code << 23 : code << 23 | 0x00400000u);
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ float e4m3_to_float(uint32_t code) {
   return __uint_as_float((size == 0x7f ? 0x7fc00000u : __float_as_uint(number)) | (code & 0x80) << 24);
 }
 
-// Number `i` of an array of scales.
+// Element i of an array of scales.
 __device__ __forceinline__ float scale_at(const void* scales, ScaleType type, int64_t i) {
   switch (type) {
     case ScaleType::float32: return static_cast<const float*>(scales)[i];
@@ -34,7 +34,7 @@ __device__ __forceinline__ float scale_at(const void* scales, ScaleType type, in
   }
 }
 
-// The scales of rows g and g + 8 of a lane in one group of a unit; `scales`: where those of the unit begin.
+// Scales of rows g and g + 8 of a lane in one group of a unit; `scales`: start of the unit's scales.
 __device__ __forceinline__ float2 two_scales_of(const uint8_t* scales, ScaleType type, int group, int lane) {
   const int place = group * tile_rows + lane / 4 * 2;
   if (type == ScaleType::bfloat16) {
@@ -54,15 +54,15 @@ __device__ __forceinline__ float2 two_scales_of(const uint8_t* scales, ScaleType
 #endif
 }
 
-// The zero points of those rows; `zeros`: where those of the unit begin.
+// Zero points of those rows; `zeros`: start of the unit's zero points.
 __device__ __forceinline__ uint2 two_zeros_of(const uint8_t* zeros, int group, int lane) {
   const uint32_t two = *reinterpret_cast<const uint16_t*>(zeros + group * tile_rows + lane / 4 * 2);
   return {two & 0xff, two >> 8};
 }
 
-// Where a unit keeps what, for a scheme that is known only when the kernel runs.
+// Offsets in a unit, for a scheme that is known at run time.
 struct UnitLayout {
-  int columns, group, groups;  // group: columns of one; groups: of a row in the unit, 0 where scales are outside
+  int columns, group, groups;  // group: columns of a group; groups: in a row of the unit, 0 where scales are outside
   int scale_at, zero_at, size;
 
   __host__ __device__ static UnitLayout of(int bits, int group_size, int scale_size, bool has_zero) {
@@ -74,10 +74,10 @@ struct UnitLayout {
     p.scale_at = tile_rows * p.columns * bits / 8;
     p.zero_at = p.scale_at + tile_rows * p.groups * scale_size;
     p.size = (p.zero_at + (has_zero ? tile_rows * p.groups : 0) + 15) / 16 * 16;
-    if (!has_zero) p.zero_at = p.scale_at;  // what is read there without need lies in the unit, where nobody writes
+    if (!has_zero) p.zero_at = p.scale_at;  // an unused read stays inside the unit
     return p;
   }
-  // Bytes from unit to unit where copies of them lie in shared memory: copies to whole lines of 128 bytes are quicker.
+  // Bytes between units in shared memory: copies to multiples of 128 bytes are faster.
   __host__ __device__ int pitch() const { return (size + 127) / 128 * 128; }
 };
 

@@ -1,17 +1,17 @@
-// What a lane holds of a unit's codes (mma_fragment_layout.cuh), and the codes of a step in the bytes of its words.
+// Loads a lane's part of a unit's codes (mma_fragment_layout.cuh) and puts the codes of a step into bytes.
 #pragma once
 
 #include "mma_fragment_layout.cuh"
 
 namespace lowbit::cuda {
 
-// What a lane holds of a run of steps: four words of each of its blocks.
+// A lane's part of a run of steps: four words of each block.
 template <int bits>
 struct HeldCodes {
   uint32_t word[blocks_per_run(bits)][4];
 };
 
-// What a lane holds from `step` on: the first steps of a run bring a block each.
+// Loads the block that `step` needs: each of the first steps of a run brings one.
 template <int bits>
 __device__ __forceinline__ void load_codes(const uint8_t* unit, int lane, int step, HeldCodes<bits>& held) {
   constexpr int steps = steps_per_run(bits), blocks = blocks_per_run(bits);
@@ -24,7 +24,8 @@ __device__ __forceinline__ void load_codes(const uint8_t* unit, int lane, int st
   held.word[block][3] = w.w;
 }
 
-// Operations on three numbers that are one instruction each; written out, compilers take them apart to share their halves.
+// Three-operand bit operations, one instruction (LOP3) each; compilers split them to share subexpressions when they are written
+// plainly.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(b));
@@ -37,7 +38,7 @@ __device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t mask, uint32_t 
   return d;
 }
 
-// `a` where the mask has ones, else `b`.
+// bits of `a` where the mask is set, else of `b`
 __device__ __forceinline__ uint32_t bit_select(uint32_t a, uint32_t mask, uint32_t b) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xe2;" : "=r"(d) : "r"(a), "r"(mask), "r"(b));
@@ -46,13 +47,13 @@ __device__ __forceinline__ uint32_t bit_select(uint32_t a, uint32_t mask, uint32
 
 __device__ __forceinline__ uint32_t shift_signed(uint32_t word, int by) { return by >= 0 ? word << by : word >> -by; }
 
-// The codes of a step in the four bytes of a word, each from bit place_of_code on; the other bits are anything.
+// The codes of a step as the bytes of a word, each from bit place_of_code on; other bits are undefined.
 template <int bits>
 __device__ __forceinline__ uint32_t gather_codes(const HeldCodes<bits>& held, int step, int word) {
   constexpr int steps = steps_per_run(bits);
   const int in_run = step % steps;
   uint32_t codes = held.word[code_piece(bits, in_run, 0).block][word];
-  int above = 8;  // the lowest bit of a byte that has been put together
+  int above = 8;  // next bit of a composed byte
 #pragma unroll
   for (int i = 1; i < max_code_pieces(bits); i++) {
     const CodePiece last = code_piece(bits, in_run, i - 1), part = code_piece(bits, in_run, i);

@@ -1,19 +1,19 @@
-// From the codes of a unit (mma_fragment_layout.cuh) to operand A of the tensor cores on 16-bit floats, mma.m16n8k16 or wgmma.m64nNk16.
+// Decoders: codes of a unit (mma_fragment_layout.cuh) to operand A of mma.m16n8k16 or wgmma.m64nNk16 with 16-bit floats.
 //
-// A lane holds sixteen bytes of each block, and of each step of 32 columns makes two operands of four registers: rows g and
-// g + 8 (g = lane / 4) of columns 2t, 2t + 1 (t = lane % 4), then of those eight further. Every code becomes its number
-// exactly; a step and a place are constants once the loops around them are unrolled.
+// A lane holds 16 bytes of each block and makes of each step of 32 columns two operands of four registers: rows g and g + 8 (g =
+// lane / 4) of columns 2t, 2t + 1 (t = lane % 4), then of those eight further. Every code becomes its value exactly; step and
+// place are compile-time constants once the loops around them are unrolled.
 //
-// A family of formats is a class with
-//   bits, parts        width of a code, and how many operands add up to the weights (one, where 16 bits hold a number)
-//   factor             what a sum of products is still multiplied by
-//   takes_zero         whether its numbers may have a zero point
-//   Constants, Row     what a kernel prepares once, and what it prepares for each of a lane's rows once a group
+// A decoder is a class with
+//   bits, parts        width of a code, and how many operands add up to the weights (1 where 16 bits hold a value)
+//   factor             what sums of products still have to be multiplied by
+//   supports_zero      whether the format may have zero points
+//   Constants, Row     what a kernel prepares once, and for each of a lane's rows once a group
 //   constants(...)     from whether codes are two's complement, and from a table in shared memory
 //   row(z)             for the zero point z
-//   fragment(...)      the operands of one half of a step
-// A class with two parts also has a table in shared memory, which fill(...) writes, and twins(...), operands with both parts of
-// a number side by side.
+//   fragment(...)      the operands of half a step
+// A class with two parts also has a table in shared memory, written by fill(...), and duplicated_fragment(...), operands with
+// both parts of a value side by side.
 #pragma once
 
 #include "unpack_codes.cuh"
@@ -23,9 +23,9 @@ namespace lowbit::cuda {
 
 // ---- integers ------------------------------------------------------------------------------------------------------
 
-// Codes q of 2 to 8 bits as q - z. A code in the mantissa of a power of two is that power plus q times its place, and one
-// fused multiplication takes off the power and the zero point. Two's complement is q with its highest bit turned, less that
-// bit. Eight bits are one more than the mantissa of bfloat16 has, so there the highest bit is a number of its own.
+// Codes q of 2 to 8 bits as q - z. A code placed in the mantissa of a power of two is that power plus q times its place, and one
+// FMA subtracts the power and the zero point. Two's complement: q with its high bit flipped, minus that bit. 8 bits are one more
+// than bfloat16's mantissa has, so there the high bit is a value of its own.
 template <class T, int code_bits>
 struct ExactIntegerDecoder {
   static constexpr int bits = code_bits, parts = 1;
@@ -34,7 +34,7 @@ struct ExactIntegerDecoder {
   static constexpr int mantissa = F16Traits<T>::mantissa;
   static constexpr bool is_split = bits > mantissa;
   struct Constants {
-    uint32_t magic[8];  // for each place; where codes are split, for the low bits and the highest
+    uint32_t magic[8];  // for each place; for split codes, of the low bits and of the high bit
   };
   struct Row {
     uint32_t offset[8];
@@ -81,9 +81,9 @@ struct ExactIntegerDecoder {
   }
 };
 
-// The same with fewer operations: (q - z) / factor. Where a number of 16 bits has no more than the lowest bit of its exponent
-// it is its bits, as an integer, times a small power of two; so a code needs only to be cut out, wherever it lies in the
-// mantissa and that bit, and one fused multiplication takes the power and the zero point off.
+// The same with fewer operations: (q - z) / factor. A 16-bit float with at most the lowest exponent bit set is its bits, as an
+// integer, times a small power of two. So a code is only masked out, anywhere in the mantissa and that bit, and one FMA scales it
+// and subtracts the zero point.
 template <class T, int code_bits>
 struct ScaledIntegerDecoder {
   static constexpr int bits = code_bits, parts = 1;
@@ -91,7 +91,7 @@ struct ScaledIntegerDecoder {
   static constexpr int mantissa = F16Traits<T>::mantissa, power = mantissa == 7 ? 6 : 9;
   static constexpr float factor = 1 << power;
   struct Constants {
-    uint32_t flipped;  // the highest bit of two's complement
+    uint32_t flipped;  // the high bit of two's complement
   };
   struct Row {
     uint32_t offset;
@@ -122,12 +122,12 @@ struct ScaledIntegerDecoder {
 
 // ---- floats --------------------------------------------------------------------------------------------------------
 
-// What the largest exponent of a format means.
+// Meaning of a format's largest exponent.
 enum class TopExponent { number, nan_where_all_ones, infinity };
 
-// A sign, `exponent` bits and the rest mantissa, with subnormals. The bits behind the sign, moved to where the wider format
-// has its own, are the number times a power of two (a small one, so that subnormals are right), which is multiplied away. The
-// scale of a group may be multiplied in with it, where all products of numbers and scales of a unit are exact in 16 bits.
+// Sign, `exponent` bits, mantissa, with subnormals. The bits behind the sign, moved to the place of the wider format's exponent
+// and mantissa, are the value times a power of two (a small one, so that subnormals are right), which one multiplication removes.
+// A group's scale may be included in it where all products of values and scales of a unit are exact in 16 bits.
 template <class T, int code_bits, int exponent, TopExponent top>
 struct FloatDecoder {
   static constexpr int bits = code_bits, parts = 1;
@@ -144,15 +144,15 @@ struct FloatDecoder {
   static __device__ __forceinline__ Constants constants(bool, const uint2*) { return {}; }
   static __device__ __forceinline__ Row row(uint32_t) { return {dup_power_of_two<T>(power)}; }
 
-  // From 2^lowest_e8m0 (of the biased exponent) to 1, scales times numbers are exact.
+  // From 2^min_e8m0 (biased exponent) to 1, scales times values are exact.
   static constexpr int lowest_bit = 1 - bias - (bits - 1 - exponent);
   static constexpr int min_e8m0 = mantissa == 7 ? (lowest_bit < -6 ? -6 - lowest_bit : 0) : 127 - 24 - lowest_bit;
   static __device__ __forceinline__ Row row_with_e8m0(uint32_t scale) {
     return {scale * dup_u16(1u << mantissa) + dup_u16(static_cast<uint32_t>(F16Traits<T>::bias - 127 + power) << mantissa)};
   }
-  // Their products with numbers divided by 2^left_of_e8m0 are as exact as without, and up to most_e8m0 the factor is finite.
+  // Products with values divided by 2^left_of_e8m0 are as exact, and up to max_e8m0 the factor is finite.
   static constexpr int left_of_e8m0 = lowest_bit < -6 ? 0 : 6 + lowest_bit, max_e8m0 = 254 - power + left_of_e8m0;
-  // So are those that are normal numbers of e4m3, here with 2^-8 left to multiply, which keeps the factor from overflowing.
+  // So are e4m3 scales that are normal numbers, here with 2^-8 left to multiply, which keeps the factor from overflowing.
   static __device__ __forceinline__ Row row_with_e4m3(uint32_t scale) {
     return {scale * dup_u16(1u << (mantissa - 3)) + dup_u16(static_cast<uint32_t>(F16Traits<T>::bias - 7 - 8 + power) << mantissa)};
   }
@@ -165,17 +165,17 @@ struct FloatDecoder {
       make<top != TopExponent::number>(held, step, half, row, row8, a, [](int, uint32_t) {});
   }
 
-  // The same where a kernel looks for NaN by itself: `see` is given what is behind the signs of each pair, which for NaN is all
-  // ones of `magnitude`.
+  // The same where the kernel detects NaN itself: `see` gets the bits behind the signs of each pair, which for NaN are all ones
+  // of `magnitude`.
   template <class See>
   static __device__ __forceinline__ void fragment(const Constants&, const HeldCodes<bits>& held, int step, int half, const Row& row,
                                                   const Row& row8, uint32_t (&a)[parts][4], See see) {
     static_assert(has_nan);
     make<false>(held, step, half, row, row8, a, see);
   }
-  static constexpr int highest = mantissa - 1 + exponent, lowest = highest + 2 - bits;  // where the bits behind the sign go
+  static constexpr int highest = mantissa - 1 + exponent, lowest = highest + 2 - bits;  // bit range of what is behind the sign
   static constexpr uint32_t magnitude = dup_u16(((1u << (bits - 1)) - 1) << lowest);
-  // Whether a code, with the bits behind its sign in place, and another one with its sign in place share no bit.
+  // Whether a code shifted to its magnitude's place and another shifted to its sign's place share no bit.
   static constexpr bool is_short = top == TopExponent::number && lowest + bits <= 16 - bits;
   static constexpr bool has_nan = top == TopExponent::nan_where_all_ones;
 
@@ -188,7 +188,7 @@ struct FloatDecoder {
       const int left = 8 - bits - bit_of_code(bits, step % steps_per_run(bits));  // bits of its byte above the sign
       const uint32_t codes = gather_codes<bits>(held, step, i % 2 + 2 * half);
       const uint32_t signs = codes << left + (i < 2 ? 8 : 0);
-      if constexpr (is_short) {  // a code twice, once with its sign and once with the rest in place
+      if constexpr (is_short) {  // multiplies two shifted copies of the code, one for the sign and one for the magnitude
         const int low = 8 - bits - left;
         const uint32_t code = (i < 2 ? codes : codes >> 8) & dup_u16((1u << bits) - 1) << low;
         const uint32_t number = code * ((1u << lowest - low) + (1u << 16 - bits - low)) & (0x80008000u | magnitude);
@@ -205,8 +205,8 @@ struct FloatDecoder {
     }
   }
 
-  // Six bits lie in words as bfloat16 has them (tiles.py): the codes of even bytes in place, those of odd ones to be rotated,
-  // or, with three bits of mantissa, sign and the rest each by itself.
+  // 6-bit codes are stored for bfloat16 (lowbit_kernels/mma_fragment.py): codes of even bytes in place, those of odd bytes to be
+  // rotated or, with three mantissa bits, sign and magnitude extracted separately.
   static __device__ __forceinline__ void make_of_words(const HeldCodes<bits>& held, int step, int half, const Row& row,
                                                        const Row& row8, uint32_t (&a)[parts][4]) {
     static_assert((exponent == 2 || exponent == 3) && top == TopExponent::number);
@@ -227,10 +227,10 @@ struct FloatDecoder {
     }
   }
 
-  // Which of two numbers, before the multiplication, have a code for infinity or NaN; and the bits that make them one.
+  // Mask of the values, before the multiplication, whose code is infinity or NaN; and the bits that represent it.
   static constexpr uint32_t ones = top == TopExponent::infinity ? dup_u16(((1u << (15 - mantissa)) - 1) << mantissa) : 0x7fff7fffu;
   static __device__ __forceinline__ uint32_t non_finite_mask(uint32_t moved) {
-    constexpr int below = bits - 1 - exponent;  // bits of the mantissa
+    constexpr int below = bits - 1 - exponent;  // mantissa bits
     constexpr uint32_t last = (1u << (bits - 1)) - 1, least_code = top == TopExponent::infinity ? last >> below << below : last;
     const uint32_t minimum = dup_u16(least_code << (mantissa + 1 + exponent - bits));
     if constexpr (mantissa == 7) {

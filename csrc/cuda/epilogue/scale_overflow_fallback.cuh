@@ -1,8 +1,8 @@
-// The products of a tile once more, for scales of e8m0 that are too large to be multiplied in with a number's own power of two.
+// Recomputes a tile for e8m0 scales that are too large to be folded into a value's own power of two (mixed_gemm_shape.cuh).
 //
-// Scales are more than 2^7 for e4m3, 2^6 for e2m1 or 2^4 for e2m3 only where weights reach 120 to some ten thousand, which trained
-// ones are far from, so this is short rather than fast: a warp reads its units and x from memory. It rounds no more than the other
-// way does.
+// That needs scales above 2^7 for e4m3, 2^6 for e2m1 or 2^4 for e2m3, with weights of 120 to some ten thousand, far from those of
+// trained models, so this is short rather than fast: a warp reads its units and x from global memory. It rounds no more than the
+// fast path.
 #pragma once
 
 #include "../schedule/mixed_gemm_args.cuh"
@@ -12,16 +12,16 @@
 namespace lowbit::cuda {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Columns `first` to `last` of a tile of W times the rows of x from `first_row` on; `total` as in mixed_gemm.cuh.
+// Columns [first, last) of a tile of W times the rows of x from first_row on; total: as in mixed_gemm.cuh.
 template <class Codes, class T, class S>
 __device__ __forceinline__ void multiply_with_overflow(const MixedGemm& a, int first, int last, int64_t tile, int first_row,
                                                const typename Codes::Constants& constants, float (&total)[S::columns / 2]) {
   constexpr int bits = Codes::bits, unit_columns = Unit<bits, 0, false>::columns, steps = steps_per_run(bits);
-  constexpr int run = 32 * steps, octets = S::columns >= 32 ? 4 : 2;  // of rows of x at a time
+  constexpr int run = 32 * steps, octets = S::columns >= 32 ? 4 : 2;  // octets: groups of eight rows of x at a time
   static_assert(S::group == 32);
   const int lane = threadIdx.x % 32;
   const auto row = Codes::row(0);
-  wait_for_dependencies();  // for x; they have ended
+  wait_for_dependencies();  // kernels before this one have written x
 #pragma unroll 1
   for (int octet = 0; octet < S::columns / 8; octet += octets) {
     float sum[octets][4] = {};

@@ -1,13 +1,12 @@
-// From the sums of a cluster's blocks to y.
+// Reduction of split K and writing of y for mixed_gemm.cuh.
 //
-// A block has sums for `columns` rows of y, sixteen of which are a strip. Where several blocks have cut the columns of W among
-// them, each finishes some strips: the others store theirs into its memory, where a barrier counts the bytes, and it adds
-// them to its own in the order of the blocks.
+// A block has sums for `columns` rows of y; sixteen of them are a strip. Where the blocks of a cluster split K, each finishes
+// some strips: the others store theirs into its shared memory, where a barrier counts the bytes, and it adds them in block order.
 //
-// Only so many clusters are on a device at once. Where two of them share out the columns of W, neither waits for the other: a
-// block leaves its sums in memory and then a word that says so in the place of the other's; who finds that word there already
-// adds the other's sums to its own, two numbers, whose order does not matter, and takes the word away for the next run. What
-// lies there before the first run is anything but the word, which is a number of 64 bits that is drawn for each launch.
+// Where two clusters split K, neither waits for the other, since both need not be on the device at once: a block leaves its sums
+// in global memory and then swaps a word in the other's slot; whoever finds that word already there adds the other's sums to its
+// own (two values, whose order does not matter) and clears the word for the next launch. The word is a 64-bit number drawn for
+// each launch, so that stale memory is not mistaken for it.
 #pragma once
 
 #include "../schedule/mixed_gemm_args.cuh"
@@ -20,15 +19,15 @@ namespace lowbit::cuda {
 constexpr int max_cluster_blocks = 4, block_rows = 128;
 constexpr int tiles_per_block = block_rows / tile_rows, mma_threads = 32 * tiles_per_block;
 
-// Columns of W that blocks share out and work on at a time: all of a unit for few rows of x, which take little time.
+// Columns of W in a piece, the granularity of splitting K: a whole unit for few rows of x, which take little time.
 __host__ __device__ constexpr int k_per_piece(int columns, int unit_columns) { return columns == 16 ? unit_columns : 256; }
 
-// Who finishes what, and where: block `strip % blocks`, in turn `strip / blocks`.
+// Which block finishes which strip: block strip % blocks, in round strip / blocks.
 template <int columns, int blocks>
 struct ReduceLayout {
   static constexpr int strips = columns / 16, half_bytes = mma_threads * 16, y_pitch = (block_rows + 8) * 2;
   static constexpr int tile_groups = (strips + blocks - 1) / blocks;
-  // Where the sums of a block lie, 32 bytes a thread in two halves; behind them y.
+  // Offset of a block's sums, 32 bytes for a thread in two parts; behind them y.
   __host__ __device__ static constexpr int at(int tile_group, int block) { return (tile_group * blocks + block) * 2 * half_bytes; }
   static constexpr int y_at = blocks == 1 ? 0 : (tile_groups * blocks) * 2 * half_bytes;
   static constexpr int bytes = y_at + tile_groups * 16 * y_pitch;
@@ -41,9 +40,8 @@ __host__ __device__ constexpr int reduce_bytes(int blocks) {
                        : ReduceLayout<columns, 4>::bytes;
 }
 
-// Barriers of the end: scales and biases of the rows are there, for which every thread that stored some arrives itself; all
-// blocks have read what was copied; the others' sums are there. And one for when x has begun to come, and a place for what one
-// thread tells the others.
+// Barriers of the epilogue: scales and biases are loaded (every storing thread arrives); all blocks have read their copies; the
+// others' sums have arrived. Also one for the first arrival of x, and a slot for a message from one thread to all.
 struct EpilogueBarriers {
   uint64_t *row_epilogues, *done, *sums, *x, *broadcast_slot;
   __device__ explicit EpilogueBarriers(uint64_t* barriers)
@@ -58,8 +56,7 @@ struct EpilogueBarriers {
 #endif
 };
 
-// Which part of which tile of y a block works on: the block of which cluster, of one or two; the tile's rows of W and of x, as
-// counted in tiles of y.
+// A block's part of the product: block of which cluster, of one or two; its tiles of W and of x.
 struct BlockPart {
   uint32_t tile;
   int block, cluster, clusters;
@@ -67,7 +64,7 @@ struct BlockPart {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Asked for again rather than kept in registers.
+// Recomputed rather than kept in registers.
 __device__ __forceinline__ BlockPart block_part(const MixedGemm& a) {
   uint32_t place;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(place));
@@ -78,7 +75,7 @@ __device__ __forceinline__ BlockPart block_part(const MixedGemm& a) {
   return part;
 }
 
-// What a row's sums are multiplied by, and what is added to them. `factor`: what they have been divided by.
+// Factor and bias of a row's sums. factor: what the sums have been divided by.
 template <class Codes, class T>
 __device__ __forceinline__ float2 row_epilogue(const MixedGemm& a, int64_t n, float factor) {
   float2 end = {1.0f, 0.0f};
@@ -91,7 +88,7 @@ __device__ __forceinline__ float2 row_epilogue(const MixedGemm& a, int64_t n, fl
   return end;
 }
 
-// The strips that a block finishes, from its memory to y: a thread has eight neighbours of a row of each.
+// Writes the strips that a block finishes to y: a thread has eight neighbours of a row in each.
 template <class T, int columns, int blocks, int block>
 __device__ __forceinline__ void store_strips(const MixedGemm& a, int64_t first_n, int first_m, const uint8_t* memory) {
   using Layout = ReduceLayout<columns, blocks>;
@@ -123,15 +120,15 @@ __device__ __forceinline__ void store_strips(const MixedGemm& a, int64_t first_n
   }
 }
 
-// What was written before, also by threads that this one has met at a barrier, can be seen by who finds the word; and the same
-// the other way round.
+// Atomic exchange with release and acquire semantics: earlier writes, also of threads this one has synchronized with, are visible
+// to whoever finds the word, and vice versa.
 __device__ __forceinline__ unsigned long long exchange(unsigned long long* word, unsigned long long launch_tag) {
   unsigned long long found;
   asm volatile("atom.exch.acq_rel.gpu.global.b64 %0, [%1], %2;" : "=l"(found) : "l"(word), "l"(launch_tag) : "memory");
   return found;
 }
 
-// Leaves the sums of a block for the same block of the other cluster, or adds those that it left: whether this one is the last.
+// Leaves a block's sums for the same block of the other cluster, or adds those it has left; returns whether this one is the last.
 template <int columns, int blocks, int block>
 __device__ __forceinline__ bool reduce_with_other_cluster(const MixedGemm& a, const BlockPart& part, uint64_t* broadcast_slot, float (&total)[columns / 2]) {
   using Layout = ReduceLayout<columns, blocks>;
@@ -142,7 +139,7 @@ __device__ __forceinline__ bool reduce_with_other_cluster(const MixedGemm& a, co
     return reinterpret_cast<float4*>(sums + ((pair * 2 + cluster) * Layout::strips + strip) * 2 * Layout::half_bytes);
   };
   constexpr int half = Layout::half_bytes / 16;
-  wait_for_dependencies();  // which may have used this memory
+  wait_for_dependencies();  // kernels before this one may have used this memory
 #pragma unroll
   for (int strip = block; strip < Layout::strips; strip += blocks) {
     const float* s = total + 8 * strip;
@@ -164,8 +161,8 @@ __device__ __forceinline__ bool reduce_with_other_cluster(const MixedGemm& a, co
   return true;
 }
 
-// What block `block` of `blocks` does, known when this is compiled: so are the registers of its strips, and what runs once, and
-// has to be fetched from far away first, is short and in one piece.
+// What block `block` of `blocks` does. Compile time, so that its strips stay in registers and the code, which runs once and has
+// to be fetched first, is short and contiguous.
 template <class T, int columns, int blocks, int block>
 __device__ __forceinline__ void finish(const MixedGemm& a, const BlockPart& part, const EpilogueBarriers& arrivals, const float2* row_epilogues,
                                        uint8_t* memory, float (&total)[columns / 2]) {
@@ -174,16 +171,16 @@ __device__ __forceinline__ void finish(const MixedGemm& a, const BlockPart& part
   const int first_m = static_cast<int>(part.rows_of_x) * columns;
   const int lane = threadIdx.x % 32, tile = threadIdx.x / 32;
   if constexpr (blocks == 1) {
-    bar_sync<1, mma_threads>();  // all that was copied has been read: y takes its place
+    bar_sync<1, mma_threads>();  // all copies have been read: y overwrites them
   } else {
     const uint32_t sums = shared_address(memory) + threadIdx.x * 16;
     if (threadIdx.x == 0) {
       constexpr int self = (Layout::strips - block + blocks - 1) / blocks;
       mbarrier_expect_tx(arrivals.sums, self * (blocks - 1) * 2 * Layout::half_bytes);
     }
-    cluster_wait_acquire();  // it has long begun
+    cluster_wait_acquire();  // the other blocks have long started
     if (!a.sums_apart) {
-      __syncwarp();  // all lanes have read what they read
+      __syncwarp();  // all lanes have read
       if (lane < blocks) arrive_remote(arrivals.done, lane);
       mbarrier_wait_cluster(arrivals.done, 0);
     }
@@ -227,7 +224,7 @@ __device__ __forceinline__ void finish(const MixedGemm& a, const BlockPart& part
     store_transposed(corner + strip / blocks * 16 * Layout::y_pitch, two);
   }
   bar_sync<1, mma_threads>();
-  wait_for_dependencies();  // whose reads of y must have ended before it is written
+  wait_for_dependencies();  // reads of y must have ended before it is written
   store_strips<T, columns, blocks, block>(a, first_n, first_m, memory + Layout::y_at);
 }
 
@@ -236,13 +233,13 @@ __device__ __forceinline__ void finish_of(const MixedGemm& a, const BlockPart& p
                                           uint8_t* memory, float (&total)[columns / 2]) {
   if constexpr (block + 1 < blocks) {
     uint32_t local = part.block;
-    opaque(local);  // else the compiler takes the way from a table, which lies far away
+    opaque(local);  // otherwise the compiler makes a jump table, which is far away in memory
     if (local != block) return finish_of<T, columns, blocks, block + 1>(a, part, arrivals, row_epilogues, memory, total);
   }
   finish<T, columns, blocks, block>(a, part, arrivals, row_epilogues, memory, total);
 }
 
-// `total`: the sums of a lane, as Product has them.
+// total: a lane's sums, as in mixed_gemm.cuh.
 template <class T, int columns>
 __device__ __forceinline__ void reduce_and_write(const MixedGemm& a, const EpilogueBarriers& arrivals, const float2* row_epilogues, uint8_t* memory,
                                                float (&total)[columns / 2]) {

@@ -1,5 +1,5 @@
-// A block's part of x rounded into shared memory, in the order that tensor copies have: what eights_at_once does before it
-// multiplies. The largest magnitudes of the parts of a row meet first: each block writes its own into the memory of the others.
+// Quantizes a block's part of x into shared memory, in the swizzled order of TMA: the first half of w8a8_fused_split_k.cuh. The
+// maxima of the parts of a row are exchanged first: each block writes its own into the shared memory of the others.
 #pragma once
 
 #include "quantize_activations.cuh"
@@ -9,23 +9,23 @@ namespace lowbit::cuda::w8a8 {
 
 struct FusedSplitK {
   W8A8Args product;
-  const void* x;             // [m, k] in rows on 16 bytes, whose k is a multiple of 8
-  const float* fixed_scale;  // or null: each row its own
+  const void* x;             // [m, k], rows aligned to 16 bytes, k a multiple of 8
+  const float* fixed_scale;  // the scale of all rows, or null: one for each row
   int k;
   int max_rows, max_steps;  // of x in a block
 };
 
 constexpr int segment_k = 256, consumer_warps = consumer_threads / 32;
-constexpr int early_stages = 4;  // whose W is copied before x, which would else wait behind more of it
-// Rows of x in a tile; columns of a block, and parts of 256 columns that a warp rounds, beyond which a kernel for x alone costs
-// less.
+constexpr int early_stages = 4;  // stages of W copied before x: more would delay the loads of x
+// Limits beyond which a separate kernel for x is faster: rows of x in a tile, columns of a block, and segments of 256 columns
+// that a warp quantizes.
 constexpr int max_fused_rows = 16, max_fused_columns = 4096, max_warp_segments = 4;
 
-// Where things are in a block's shared memory, behind the ring of W.
+// Offsets in a block's shared memory, behind the ring of W.
 template <int T>
 struct FusedSplitKMemory {
   static constexpr int bytes_of_sums = T * block_rows * 4;
-  int x, floats, sums, maximum, scales, barriers, all;  // x: its codes; floats: as it came
+  int x, floats, sums, maximum, scales, barriers, all;  // x: codes of x; floats: x as loaded
 
   __host__ __device__ static FusedSplitKMemory of(int stages, int steps, int rows, int blocks) {
     FusedSplitKMemory at = {};
@@ -49,7 +49,7 @@ __device__ __forceinline__ void copy_row(uint32_t to, const void* from, int size
       : "memory");
 }
 
-// One number, and four, to an address of another block of the cluster, whose barrier counts the bytes.
+// Stores one value, or four, to an address in another block of the cluster, whose barrier counts the bytes.
 __device__ __forceinline__ void store_remote(uint32_t there, uint32_t number, uint32_t barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there), "r"(number),
                "r"(barrier)
@@ -66,14 +66,14 @@ __device__ __forceinline__ void consumer_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(consumer_threads) : "memory");
 }
 
-// The part of x that a block has: `rows` of it, 256 columns of one row at a time in a warp.
+// A block's part of x: `rows` rows; a warp handles 256 columns of one row at a time.
 template <class Number, class X, int T>
 struct ActivationPart {
   static constexpr bool is_float = std::is_same_v<Number, float>;
-  const X* floats;                         // in shared memory, rows of `filled`
-  int rows, columns, filled, segments;     // columns that are there, and with the zeros behind them; segments of a row
-  uint32_t inverse;                        // 2^32 / segments, rounded up
-  uint32_t to;                             // in shared memory
+  const X* floats;                         // in shared memory, rows of `filled` columns
+  int rows, columns, filled, segments;     // columns within K, and padded with zeros; segments in a row
+  uint32_t inverse;                        // ceil(2^32 / segments), to divide by multiplication
+  uint32_t to;                             // address in shared memory
 
   __device__ int count() const { return rows * segments; }
   __device__ int row_of(int segment) const { return segments == 1 ? segment : static_cast<int>(__umulhi(segment, inverse)); }
@@ -87,7 +87,7 @@ struct ActivationPart {
     return chunk;
   }
 
-  // Into `maximum` of each row, of shared memory, which is zero before.
+  // Updates `maximum` of each row, in shared memory and initially zero.
   __device__ void find_maximum(uint32_t* maximum) const {
 #pragma unroll 4
     for (int segment = threadIdx.x / 32; segment < count(); segment += consumer_warps) {
@@ -97,7 +97,7 @@ struct ActivationPart {
     }
   }
 
-  // `is_usual`: whether all scales are of the usual sizes, and those of their rows.
+  // is_usual: all scales are of moderate size, and so are those of the rows.
   template <bool is_usual>
   __device__ void round(const RowScale* scales) const {
     constexpr int unrolled = is_usual ? 4 : 1;
@@ -119,9 +119,9 @@ template <class Number, class X, int T>
 __device__ __forceinline__ void quantize_part(const FusedSplitK& a, const ActivationPart<Number, X, T>& part, uint8_t* memory,
                                            const FusedSplitKMemory<T>& at, uint32_t arrived) {
   const int blocks = a.product.cluster_size, thread = threadIdx.x, block = blocks > 1 ? cluster_rank() : 0;
-  uint32_t* const maximum = reinterpret_cast<uint32_t*>(memory + at.maximum);  // [block] of [T]
+  uint32_t* const maximum = reinterpret_cast<uint32_t*>(memory + at.maximum);  // [block][T]
   RowScale* const scales = reinterpret_cast<RowScale*>(memory + at.scales);
-  // What this block finds is gathered where the scales will be: others may write to `maximum` by now.
+  // This block's maxima are collected where the scales will be, since other blocks may already write to `maximum`.
   uint32_t* const self = blocks > 1 ? reinterpret_cast<uint32_t*>(scales) : maximum;
   part.find_maximum(self);
   consumer_sync();
@@ -149,7 +149,7 @@ __device__ __forceinline__ void quantize_part(const FusedSplitK& a, const Activa
   } else {
     part.template round<false>(scales);
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tensor cores read what was stored here
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // makes the generic stores visible to the tensor cores
   consumer_sync();
 }
 

@@ -1,4 +1,4 @@
-// How W and x come into the shared memory of a block of mixed_gemm.cuh: two rings, each filled by one thread.
+// Producers of mixed_gemm.cuh: two rings in shared memory, for W and for x, each filled by one thread.
 #pragma once
 
 #include "../schedule/mixed_gemm_args.cuh"
@@ -10,7 +10,7 @@ namespace lowbit::cuda {
 constexpr int max_stages = 8;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// The pieces of W, each all of a unit or half of it, and the columns of x that a block works on.
+// A block's part of K, in pieces of W (a unit or half of one), and its first tile of W and of x.
 struct BlockShare {
   int first, last;  // pieces of a row
   int64_t first_tile;
@@ -21,8 +21,8 @@ struct Ring {
   uint64_t *full, *free;
   int stages, stage = 0, parity = 0;
   __device__ Ring(uint64_t* barriers, int stages) : full(barriers), free(barriers + max_stages), stages(stages) {}
-  // By one thread, and all there may be: how many are used is an argument, which is far away. Barriers whose places are constants
-  // start one behind the other; in a loop, or by threads side by side, each would wait for a fence of its own.
+  // Initializes all barriers, by one thread: how many are used is an argument, which takes long to load. With constant addresses
+  // they are issued back to back; in a loop, or by several threads, each would wait for its own fence.
   __device__ __forceinline__ void start() const {
 #pragma unroll
     for (int i = 0; i < max_stages; i++) mbarrier_init(full + i, 1), mbarrier_init(free + i, tiles_per_block);
@@ -32,7 +32,7 @@ struct Ring {
   }
 };
 
-// The stages of x in runs, by their places in a piece, which are constants.
+// Runs of stages of x by their position in a piece, a compile-time constant.
 template <int run, bool is_all>
 struct Runs : Ring {
   __device__ explicit Runs(const Ring& ring) : Ring(ring) {}
@@ -46,11 +46,11 @@ struct Runs : Ring {
   }
 };
 
-// The units that a block reads, those of a column of tiles at a time. Only `before_x` of them are asked for before x has begun to
-// come: all wait for x, and it waits for them.
+// The units that a block reads, a column of tiles at a time. Only before_x of them are requested before x begins to arrive: every
+// warp waits for x, and x would wait behind them.
 template <class S, int unit_columns>
 struct Weights {
-  const uint8_t* from;  // the next unit of the first tile
+  const uint8_t* from;  // next unit of the first tile
   int64_t row_bytes;
   int size, pitch, tiles, units;
   __device__ __forceinline__ Weights(const MixedGemm& a, const BlockShare& share) : size(a.unit.size), pitch(a.unit.pitch()) {
@@ -62,12 +62,12 @@ struct Weights {
     units = share.first < share.last ? (share.last + pieces - 1) / pieces - first : 0;
   }
   static __device__ __forceinline__ uint64_t policy_of(const MixedGemm& a) { return a.m <= S::columns ? evict_first_policy() : evict_normal_policy(); }
-  // The first unit of each tile: a warp asks for that of its own, sooner than one could for all of them.
+  // The first unit of each tile: each warp requests its own, sooner than one thread could for all.
   __device__ __forceinline__ void copy_first(const MixedGemm& a, uint8_t* memory, const Ring& ring, int tile) const {
     if (units > 0 && tile < tiles)
       bulk_copy(memory + tile * pitch, from + tile * row_bytes, size, ring.full, policy_of(a));
   }
-  // All others, and how many bytes the first of them have.
+  // Requests all other units; sets how many bytes the first ones have.
   __device__ __forceinline__ void copy(const MixedGemm& a, uint8_t* memory, Ring ring, uint64_t* x_arrived_bar) {
     const uint64_t policy = policy_of(a);
     if (units > 0) mbarrier_expect_tx(ring.full, tiles * size);
@@ -86,8 +86,8 @@ struct Weights {
   }
 };
 
-// The first units of each share of the columns of all tiles into the cache, by the blocks that begin on multiprocessors which the
-// kernel ahead has left free: when that ends, others find them there.
+// Prefetches the first units of each share of K for all tiles into L2, by the blocks that start on multiprocessors which the
+// kernel ahead has left free.
 template <class S, int unit_columns>
 __device__ __forceinline__ void prefetch_weights(const MixedGemm& a, int parts, int thread, int threads) {
   constexpr int pieces = unit_columns / k_per_piece(S::columns, unit_columns), max_units = 4;
@@ -99,8 +99,8 @@ __device__ __forceinline__ void prefetch_weights(const MixedGemm& a, int parts, 
   }
 }
 
-// What comes of rows beyond the last one of x is not written, and zeros in their place come slowly where many blocks ask for them
-// at once: boxes of the last tile have the rows alone that there are.
+// Copies x. Zero fill beyond the last row is slow where many blocks request it at once, so boxes of the last tile have only the
+// rows that exist; what comes of the others is not written.
 template <class S>
 __device__ __forceinline__ void copy_x(const MixedGemm& a, const BlockShare& share, uint8_t* memory, Ring ring) {
   const int piece = k_per_piece(S::columns, a.unit.columns), rows = min(a.m - share.first_row_of_x, S::columns);

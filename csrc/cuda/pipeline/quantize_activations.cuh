@@ -1,6 +1,10 @@
-// Rounds x [M, K] to 8-bit codes with a scale a row, or one for all: a row a block, or short ones a warp, held in registers
-// between the largest magnitude and the codes. The bits are those of IEEE division by the scale and rounding to nearest, ties to
+// Quantizes x [M, K] to int8 or e4m3 with a scale for each row (dynamic) or one for all (static).
+//
+//    x row (global) --registers--> max |x| --warp, block reduction--> scale --> x / scale, round --> codes [M, pitch], scale [M]
+//
+// A block handles a row, or a warp a short one. Contract: the bits of IEEE division by the scale, rounded to nearest, ties to
 // even.
+// Limit: the bytes of x, read once.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -15,25 +19,26 @@ namespace lowbit::cuda {
 struct QuantizeActivations {
   const void* x;
   uint8_t* codes;               // [m] rows of `pitch` bytes, a multiple of 16
-  float* scale;                 // [m]: NaN for a row that has no finite scale
-  const float* fixed_scale;     // or null: each row its own
+  float* scale;                 // [m]; NaN for a row without a finite scale
+  const float* fixed_scale;     // the scale of all rows, or null: one for each row
   int64_t m, pitch;
   int k;
-  bool is_float, has_full_chunks;  // e4m3 and not int8; rows lie on 16 bytes and end with a chunk
-  bool is_early;                    // the product behind may start before what is ahead of this has ended
-  bool even_first;                  // of each 32 columns the even ones before the odd ones, and whole 32 with zeros
+  bool is_float, has_full_chunks;  // is_float: e4m3, else int8; has_full_chunks: rows are aligned to 16 bytes and end with a full
+                                   // chunk
+  bool is_early;                    // the next product may start before this kernel's predecessors have ended (PDL)
+  bool even_first;                  // of each 32 columns the even ones first, padded with zeros to 32 (for w4a8_gemm.cuh)
 };
 
 constexpr int chunk_columns = 8, chunks_per_thread = 4, max_threads_per_row = 512;
 
-// Eight neighbouring numbers of x.
+// Eight neighbouring elements of x.
 template <class T>
 struct Chunk16 {
   static constexpr uint32_t magnitudes = 0x7fff7fff;
   uint4 words;
 
   __device__ void load(const T* x) { words = *reinterpret_cast<const uint4*>(x); }
-  // Zeros where it is not there; no branch.
+  // Zeros where it is absent; branch-free.
   __device__ void load_if(const T* x, bool is_there) {
     words = {};
     asm volatile("{\n\t.reg .pred there;\n\tsetp.ne.s32 there, %5, 0;\n\t@there ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
@@ -46,7 +51,7 @@ struct Chunk16 {
     const uint32_t bits = reinterpret_cast<const uint16_t&>(value);
     (&words.x)[i / 2] |= bits << (i % 2 * 16);
   }
-  // The larger magnitude in each half, NaN where there is one; the signs mean nothing.
+  // The larger magnitude in each half, NaN if either is; sign bits are undefined.
   __device__ static uint32_t larger(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
     uint32_t maximum;
@@ -56,11 +61,11 @@ struct Chunk16 {
       asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(maximum) : "r"(a), "r"(b));
     return maximum;
 #else
-    return __vmaxu2(a & magnitudes, b & magnitudes);  // magnitudes order as their bits do, with NaN above infinity
+    return __vmaxu2(a & magnitudes, b & magnitudes);  // magnitudes are ordered like their bits, NaN above infinity
 #endif
   }
   __device__ uint32_t maximum() const { return larger(larger(words.x, words.y), larger(words.z, words.w)); }
-  // What `larger` has found, as the bits of a float.
+  // The maximum as a float.
   __device__ static uint32_t found(uint32_t maximum) {
     maximum &= magnitudes;
     return __float_as_uint(value(max(maximum & 0xffff, maximum >> 16)));
@@ -106,9 +111,9 @@ struct Chunk<float> {
   __device__ float get(int i) const { return values[i]; }
 };
 
-// x / scale, rounded as IEEE says; 0 for a scale of 0. Two corrections of x times the reciprocal are exact as long as nothing
-// on the way leaves the normal range, so that both are first moved away from its ends by a power of two. A quotient so small
-// that its remainder leaves the range has the code 0 in any case.
+// x / scale as IEEE rounds it; 0 for a scale of 0. Two Newton corrections of x times the reciprocal are exact as long as every
+// intermediate is a normal number, so both operands are first scaled by a power of two away from the ends of the range. A
+// quotient so small that its remainder leaves the range has code 0 anyway.
 struct ExactDivision {
   float factor, scale, reciprocal;
 
@@ -124,33 +129,33 @@ struct ExactDivision {
     q = __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
     return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
   }
-  // Of any x: what overflows and what is not finite has no remainder.
+  // For any x: overflow and non-finite values have no remainder.
   __device__ float divide_any(float x) const {
     const float q = __fmul_rn(x * factor, reciprocal);
     return fabsf(q) < 0x1p30f ? divide(x) : q;
   }
 };
 
-// The scale of a row, and the reciprocal that its codes are made with: 0 where they take a division of any x.
+// Scale of a row, and the reciprocal that its codes use; reciprocal 0: divide any x.
 struct RowScale {
   float scale, reciprocal;
 
   __device__ bool is_usual() const { return reciprocal != 0.0f; }
 };
 
-// One that is given, of a row whose largest magnitude is `maximum`.
+// A static scale, for a row with largest magnitude `maximum`.
 __device__ __forceinline__ RowScale given_scale(float scale, float maximum) {
-  return {isfinite(scale) && isfinite(maximum) ? scale : __int_as_float(0x7fffffff), 0.0f};  // the codes of such rows stand for NaN
+  return {isfinite(scale) && isfinite(maximum) ? scale : __int_as_float(0x7fffffff), 0.0f};  // codes of such rows stand for NaN
 }
 
-// That of a row whose largest magnitude is `maximum`.
+// The dynamic scale of a row with largest magnitude `maximum`.
 //
-// For int8 and x of 16 bits the codes are x times the reciprocal, rounded once to an integer, and yet those of the division. Let X
-// and Y be the significands of x and `maximum`, of 8 or 11 bits: x / scale is 127 X / Y times a power of two. Unless it lies in the
-// middle between two integers, it is further from there than 2^-19 of itself, and so much more than all roundings. In the middle
-// it can be for x = most / 2 alone, unless 127 divides Y. The reciprocal is moved by 2^-21 of itself, to the side on which the
-// division's own rounding leaves most / 2. Where 127 divides Y, the scale is exact: a power of two has an exact reciprocal that
-// needs no moving, and others, which x of 11 bits may have, take the division.
+// For int8 and 16-bit x, codes are x times the reciprocal, rounded once, and equal those of division. Let X and Y be the
+// significands of x and `maximum`, of 8 or 11 bits: x / scale is 127 X / Y times a power of two. Unless it is the midpoint of two
+// integers, it is further from it than 2^-19 of itself, more than all roundings. It can be a midpoint only for x = maximum / 2,
+// unless 127 divides Y. So the reciprocal is moved by 2^-21 of itself towards the side on which the rounding of the division
+// leaves maximum / 2. Where 127 divides Y the scale is exact: a power of two has an exact reciprocal, and others, possible with
+// 11 bits, use division.
 template <class T, bool is_float>
 __device__ __forceinline__ RowScale row_scale(float maximum) {
   const float scale = __fdiv_rn(maximum, is_float ? 448.0f : 127.0f);
@@ -167,7 +172,7 @@ __device__ __forceinline__ RowScale row_scale(float maximum) {
 
 template <bool is_float, bool is_usual, class T>
 __device__ __forceinline__ uint2 quantize_chunk(const Chunk<T>& chunk, const RowScale& row) {
-  constexpr float middle = 12582912.0f;  // 1.5 x 2^23: the last bits of a sum with it are the rounded integer
+  constexpr float middle = 12582912.0f;  // 1.5 * 2^23: the low bits of a sum with it are the rounded integer
   const ExactDivision by = is_usual ? ExactDivision(row.scale, row.reciprocal) : ExactDivision(row.scale);
   const auto quotient = [&](float x) { return is_usual ? by.divide(x) : by.divide_any(x); };
   uint32_t words[2];
@@ -202,7 +207,7 @@ __device__ __forceinline__ uint2 quantize_chunk(const Chunk<T>& chunk, const Row
 template <class T, bool is_float>
 __global__ void __launch_bounds__(max_threads_per_row) quantize_activations(const QuantizeActivations a) {
   __shared__ uint32_t warp_maxima[32];
-  // The product behind may read its weights before this one has ended, in a graph before all ahead of it has.
+  // The next product may read its weights before this kernel has ended, in a CUDA graph even before all kernels ahead have.
   if (a.is_early) launch_dependents();
   wait_for_dependencies();
   if (!a.is_early) launch_dependents();

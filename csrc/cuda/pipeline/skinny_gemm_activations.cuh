@@ -1,4 +1,4 @@
-// A slice of x as operand B of the tensor cores, in a warp's registers.
+// A slice of x as operand B, in a warp's registers.
 #pragma once
 
 #include "../ptx/bulk_copy.cuh"
@@ -6,9 +6,8 @@
 
 namespace lowbit::cuda {
 
-// Two registers for each half of a step and each eight rows; zeros beyond the last row and column. The loads are all under way
-// at once, in no order that the tensor cores know; then 64 columns at a time pass through shared memory, where ldmatrix gives
-// each lane its own.
+// Two registers for each half of a step and each eight rows; zeros beyond the last row and column. All loads are issued at once,
+// in memory order; then 64 columns at a time pass through shared memory, where ldmatrix gives each lane its elements.
 template <int octets>
 struct SliceOfX {
   uint32_t x[octets][4 * steps_per_slice];
@@ -31,7 +30,7 @@ struct SliceOfX {
       }
   }
 
-  // Puts the 64 columns from `step` on in order; rows that do not lie on 16 bytes are read now, number by number.
+  // Reorders the 64 columns from `step` on; rows that are not aligned to 16 bytes are loaded here, element by element.
   __device__ __forceinline__ void reorder(const SkinnyGemm& a, int slice, uint8_t* memory, int step) {
     const int lane = threadIdx.x, row = lane / 8, part = lane % 8;
     const uint32_t matrices = shared_address(memory + lane % 8 * x_pitch + lane / 8 * 16);

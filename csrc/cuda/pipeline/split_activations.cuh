@@ -1,37 +1,37 @@
-// One or two rows of x as integers, in limbs that the integer tensor cores take as operand B.
+// Splits one or two rows of x into int8 limbs, as operand B of the integer tensor cores.
 //
-// In each slice of a unit's columns X = round(x 2^(21 - e)) where 2^e <= max|x| < 2^(e + 1), an error of at most 2^-22 of the
-// slice's largest element. X is written in three balanced limbs to the base 256 (each -128..127), and the limbs are columns
-// of operand B of mma.m16n8k32: two rows of x fill six of its eight columns, which 16-bit rows would leave empty.
+// In each slice of a unit's columns X = round(x 2^(21 - e)) where 2^e <= max |x| < 2^(e + 1): an error of at most 2^-22 of the
+// slice's largest element. X is written as three balanced limbs to the base 256 (each -128 .. 127), which are columns of operand
+// B of mma.m16n8k32: two rows of x fill six of its eight columns.
 //
-// The warp that multiplies a slice by the weights is the one that makes its limbs, so that no other waits for it.
+// The warp that multiplies a slice also makes its limbs, so that no warp waits for another.
 #pragma once
 
 #include "../decode/scalar_types.cuh"
 
 namespace lowbit::cuda {
 
-// Row 0 has columns 0, 1, 2 for limbs 0, 1, 2 and row 1 has 4, 5, 3: a lane's two columns of the product are two limbs of
-// one row, or the third limbs of both.
+// Columns of operand B: row 0 has 0, 1, 2 for limbs 0, 1, 2, row 1 has 4, 5, 3, so a lane's two columns of the product are two
+// limbs of one row, or the third limbs of both.
 template <int M>
 constexpr int limb_columns = M == 1 ? 3 : 6;
 __device__ __forceinline__ constexpr int column_of(int row, int limb) {
   return row == 0 ? limb : limb == 2 ? 3 : 4 + limb;
 }
 
-// The column that the lanes of a column of the product read. Those beyond the limbs read some of them again, from other banks
-// than their neighbours do: what they make is never looked at.
+// Column that the lanes of a column of the product read. Lanes beyond the limbs reread some of them, from banks without
+// conflicts; their products are ignored.
 template <int M>
 __device__ __forceinline__ int column_read(int column) {
   return column < limb_columns<M> ? column : column % 2;
 }
 
-// Two steps of 32 columns of x: what a lane of a column feeds into both lies together, 16 bytes.
+// Two steps of 32 columns of x: a lane's registers for both are contiguous, 16 bytes.
 template <int M>
 constexpr int pair_size = limb_columns<M> * 64;
 
-// The limbs of a lane's eight elements of a step with 128 (1 + 256 + 65536) added, so that their bytes are the limbs, each
-// plus 128: in the order of the elements 0, 2, 1, 3, a word of codes is one of operand A.
+// Limbs of a lane's eight elements of a step, from X + 128 (1 + 256 + 65536), whose bytes are the limbs plus 128. Order of
+// elements: 0, 2, 1, 3, as in a word of codes.
 __device__ __forceinline__ void extract_limbs(const uint32_t (&biased)[8], uint2 (&limb)[3]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void extract_limbs(const uint32_t (&biased)[8], uint2
   }
 }
 
-// Where the limbs of a lane go, here a step at a time. `place_to`: in those of a slice, and `size_of_part` further for each 256
+// Where a lane's limbs go, here one step at a time. place_to: offset in those of a slice; size_of_part: bytes for each 256
 // columns.
 template <int M>
 struct LimbsByStep {
@@ -69,17 +69,18 @@ __device__ __forceinline__ float2 unpack_f16x2(uint32_t word, bool is_half) {
   return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
 }
 
-// Where a slice of x is loaded 16 bytes at a time, a lane has four pairs of columns one behind the other.
+// Where a slice of x is loaded 16 bytes at a time, a lane has four consecutive pairs of columns.
 __device__ __forceinline__ bool is_fully_loaded(int first, int columns, int k, bool on_16_bytes) {
   return on_16_bytes && first + columns <= k;
 }
 
-// Word i of lane j of four for word j of lane i in each 256 columns, through `room` in shared memory, 512 bytes for each.
+// Exchanges word i of lane j with word j of lane i among four lanes, in each 256 columns, through `room` in shared memory (512
+// bytes for each).
 template <int parts>
 __device__ __forceinline__ void exchange_words(uint32_t (&words)[parts][4], uint8_t* room) {
   const int lane = threadIdx.x % 32;
-  // Sixteen bytes are a quarter of a step of 32 columns, and a row of one of four matrices, which have the same quarter of eight
-  // steps: in an order in which neither the bytes nor the rows that go together meet in a bank.
+  // 16 bytes are a quarter of a step of 32 columns and a row of one of four matrices with the same quarter of eight steps, in an
+  // order without bank conflicts for either access.
   const uint32_t begins = shared_address(room);
   const uint32_t to = begins + (lane / 4 * 4 + (lane % 4 ^ lane / 8)) * 16;
   const uint32_t from = begins + (lane % 8 * 4 + (lane / 8 ^ lane % 8 / 2)) * 16;
@@ -98,8 +99,9 @@ __device__ __forceinline__ void exchange_words(uint32_t (&words)[parts][4], uint
   __syncwarp();
 }
 
-// The elements of a slice of x that meet a lane's codes: in each step of 32 columns four pairs, eight columns apart; four
-// lanes have a step in each 256. Zeros beyond the row. Where the slice is loaded whole, words have yet to be exchanged.
+// Loads the elements of a slice of x that a lane's codes are multiplied with: in each step of 32 columns four pairs, eight
+// columns apart; four lanes cover a step of each 256. Zeros beyond the row. Where the slice is loaded 16 bytes at a time, words
+// still have to be exchanged.
 template <int parts>
 __device__ __forceinline__ void load_slice(const uint16_t* x, int first, int k, bool on_16_bytes, uint32_t (&words)[parts][4]) {
   const int lane = threadIdx.x % 32, column = first + lane / 4 * 32 + lane % 4 * 2;
@@ -118,9 +120,9 @@ __device__ __forceinline__ void load_slice(const uint16_t* x, int first, int k, 
   }
 }
 
-// The limbs of one slice of a row of x, by one warp. Limb d of it counts 2^(e - 21 + 8 d - shift): `factors` are, for each of
-// a lane's two columns of the product, that in two factors, since one may be no fp32 number where x is subnormal. Returns
-// whether all of the slice is finite; where it is not its limbs are 0.
+// Makes the limbs of one slice of a row of x, by one warp. Limb d has the value 2^(e - 21 + 8 d - shift); `factors` are those
+// values for a lane's two columns, in two factors, since one may be no fp32 number for subnormal x. Returns whether the slice is
+// finite; otherwise its limbs are 0.
 template <int parts, int M, class Order, bool is_half>
 __device__ __forceinline__ bool split_slice(const uint32_t (&words)[parts][4], int row, int shift, uint8_t* limbs,
                                                 float2* factors) {
@@ -149,13 +151,13 @@ __device__ __forceinline__ bool split_slice(const uint32_t (&words)[parts][4], i
 #pragma unroll
       for (int j = 0; j < 8; j++) x[j] = is_finite ? x[j] * 0x1p100f : 0.0f;
     }
-    uint32_t biased[8];  // X + 128 (1 + 256 + 65536): its bytes are the limbs, each plus 128
+    uint32_t biased[8];  // X + 128 (1 + 256 + 65536): its bytes are the limbs plus 128
 #pragma unroll
-    for (int j = 0; j < 8; j++)  // 1.5 2^23 + X is a float whose low bits are X
+    for (int j = 0; j < 8; j++)  // 1.5 * 2^23 + X as a float has X in its low bits
       biased[j] = __float_as_uint(fmaf(x[j], factor, 12582912.0f)) + (0x808080u - 0x4b400000u);
     Order::write(biased, row, limbs + i * Order::size_of_part + Order::place_to(lane));
   }
-  if (lane < 8) {  // factors of column lane, the second of lane / 2
+  if (lane < 8) {  // factors of column `lane`, the second of lane / 2
     const int of_row = M == 1 ? 0 : lane == 3 || lane / 2 == 2;
     const int power = (is_tiny ? e - 100 : e) - 21 + 8 * Order::limb_of(lane) - shift, one = power >> 1;
     if (of_row == row) factors[lane] = {power_of_two(one), power_of_two(power - one)};

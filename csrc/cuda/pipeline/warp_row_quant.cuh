@@ -1,16 +1,16 @@
-// Whole rows of 16-bit x in a warp's registers, rounded there to 8-bit codes: nothing is read twice, and nobody waits.
+// Quantizes whole rows of 16-bit x in a warp's registers: x is read once, and no warp waits for another.
 #pragma once
 
 #include "quantize_activations.cuh"
 
 namespace lowbit::cuda {
 
-// `rows` rows that lie `apart` from one another, of up to 256 x `chunks` columns, a multiple of 8.
+// `rows` rows, `apart` rows from each other, of up to 256 * chunks columns, a multiple of 8.
 template <class X, bool is_float, int rows, int chunks>
 struct WarpRows {
-  const X* first;  // this thread's part of the first of them
+  const X* first;  // this thread's part of the first row
   int64_t apart;
-  int columns, count;  // count: rows that are there
+  int columns, count;  // count: rows that exist
   Chunk<X> held[rows][chunks];
 
   __device__ static int column_of(int chunk) { return (chunk * 32 + static_cast<int>(threadIdx.x % 32)) * chunk_columns; }
@@ -26,8 +26,8 @@ struct WarpRows {
   __device__ bool is_there(int row, int chunk) const { return row < count && column_of(chunk) < columns; }
   __device__ const X* address(int row, int chunk) const { return first + row * apart + chunk * 32 * chunk_columns; }
 
-  // `put(row, chunk, codes)` has the codes of each chunk that begins before column `filled`, with zeros behind the last column;
-  // `put_scale(row, scale)` one of the threads.
+  // Calls put(row, chunk, codes) for each chunk that begins before column `filled`, padded with zeros behind the last column, and
+  // put_scale(row, scale) in one thread.
   template <class Put, class PutScale>
   __device__ void round(const float* fixed_scale, int filled, const Put& put, const PutScale& put_scale) const {
 #pragma unroll

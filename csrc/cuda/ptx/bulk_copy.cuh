@@ -1,5 +1,5 @@
-// What sm_90 does beside the threads: bulk copies into shared memory, and kernels that start before the last one ends.
-// Earlier architectures compile to nothing here and load directly.
+// Bulk copies into shared memory, mbarriers and programmatic dependent launch of sm_90. For earlier architectures these compile
+// to nothing and kernels load directly.
 #pragma once
 
 #include <cstdint>
@@ -16,21 +16,21 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// The next kernel of a graph may start; it will wait for this one to end before it reads what this one writes.
+// Lets the next kernel of a graph start (griddepcontrol); it waits for this one before it reads what this one writes.
 __device__ __forceinline__ void launch_dependents() {
 #if LOWBIT_BULK_COPIES
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Until the kernels before this one have ended, and all that they wrote can be seen.
+// Waits until the kernels before this one have ended and their writes are visible.
 __device__ __forceinline__ void wait_for_dependencies() {
 #if LOWBIT_BULK_COPIES
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// A barrier of `threads` of a block, whole warps.
+// Named barrier of `threads` threads of a block, whole warps.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -40,7 +40,7 @@ __device__ __forceinline__ void arrive(int barrier, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// A barrier, and whether it holds for all of them.
+// Named barrier that also returns whether `holds` is true in all threads.
 __device__ __forceinline__ bool named_barrier_and(int barrier, int threads, bool holds) {
   int all;
   asm volatile(
@@ -66,12 +66,12 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Into the cache of the device: a multiple of 16 bytes.
+// Prefetches into L2: a multiple of 16 bytes.
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// Weights are read once: they leave the cache before activations do.
+// Weights are read once: they are evicted before activations.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -89,7 +89,7 @@ __device__ __forceinline__ void copy(void* to, const void* from, int size, uint6
   copy(shared_address(to), from, size, shared_address(barrier), policy);
 }
 
-// The two halves of that: a barrier may wait for several copies.
+// The two parts of a barrier with expected bytes: it may wait for several copies.
 __device__ __forceinline__ void mbarrier_expect_tx(uint64_t* barrier, int size) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(size) : "memory");
 }

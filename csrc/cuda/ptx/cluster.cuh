@@ -1,12 +1,11 @@
-// Blocks of a cluster: a barrier of all their threads, and numbers from one block into the shared memory of another.
-// Earlier architectures than sm_90 have no clusters and compile to nothing here.
+// Cluster barrier, and stores into the shared memory of another block. Before sm_90 these compile to nothing.
 #pragma once
 
 #include "bulk_copy.cuh"
 
 namespace lowbit::cuda {
 
-// The first half of a barrier of the cluster's threads: what they wrote before it can be read behind the second.
+// First half of the cluster barrier: writes before it are visible after the second half.
 __device__ __forceinline__ void cluster_arrive() {
 #if LOWBIT_BULK_COPIES
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -19,7 +18,7 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Writes to where `beside` is, in the shared memory of `block` of the cluster.
+// Stores `number` at the address of `beside` in the shared memory of `block`.
 __device__ __forceinline__ void store_remote(float* beside, int block, float number) {
 #if LOWBIT_BULK_COPIES
   asm volatile(

@@ -1,4 +1,4 @@
-// What groups of warps do on sm_90a beside multiplying: barriers that count, copies of boxes, registers, clusters.
+// Wrappers of PTX for warp-specialized kernels on sm_90a: mbarriers, TMA, register reallocation, clusters.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,7 @@
 namespace lowbit::cuda {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Weights that other blocks read too leave the cache like anything else.
+// Weights that other blocks read too get the normal eviction policy.
 __device__ __forceinline__ uint64_t evict_normal_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
@@ -23,12 +23,12 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, int c
       : "memory");
 }
 
-// What copies of boxes go by, into the cache.
+// Prefetches a tensor map.
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// At the barrier that lies there in another block of the cluster.
+// Arrives at the barrier at the same address in another block of the cluster.
 __device__ __forceinline__ void arrive_remote(uint64_t* barrier, int block) {
   asm volatile(
       "{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void arrive_remote(uint64_t* barrier, int block) {
       : "memory");
 }
 
-// Until others of the cluster have arrived, and what they wrote before can be seen.
+// Waits until other blocks of the cluster have arrived; their earlier writes are visible.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier, int parity) {
   asm volatile(
       "{\n\t.reg .pred done;\n\t"
@@ -62,18 +62,18 @@ __device__ __forceinline__ void bar_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(barrier), "n"(threads) : "memory");
 }
 
-// Four matrices of 8 x 8 numbers of 16 bits, as products hold them, columns first: a lane gives the address of a column.
+// Stores four 8 x 8 matrices of 16-bit values, as mma holds them, transposed: a lane gives the address of a column.
 __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_t (&matrices)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(matrices[0]),
                "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
                : "memory");
 }
 
-// Barriers have been started here; and, later, so have those of all blocks of the cluster.
+// Arrive: this block's barriers are initialized. Wait: so are those of all blocks of the cluster.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait_acquire() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Four floats into the memory of that block of the cluster, at an address and with a barrier as this block has them.
+// Stores four floats into the shared memory of `block`; address and barrier are those of this block.
 __device__ __forceinline__ void store_remote_v4(uint32_t address, int block, const float* four, uint64_t* barrier) {
   asm volatile(
       "{\n\t.reg .u32 there, counts;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\tmapa.shared::cluster.u32 counts, %2, %1;\n\t"

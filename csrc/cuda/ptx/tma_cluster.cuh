@@ -1,4 +1,4 @@
-// Tensor copies into the shared memory of a cluster's blocks, and the barriers that say when a stage is full or free.
+// TMA copies into the shared memory of a cluster's blocks, and the mbarriers of a ring's stages.
 #pragma once
 
 #include <cuda.h>
@@ -17,12 +17,12 @@ __device__ __forceinline__ int cluster_rank() {
   return rank;
 }
 
-// All threads of all blocks of the cluster; what they wrote to shared memory before can be read after.
+// Barrier of all threads of the cluster; earlier writes to shared memory are visible afterwards.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same place in the shared memory of another block of the cluster.
+// The same address in the shared memory of another block of the cluster.
 __device__ __forceinline__ uint32_t remote_address(uint32_t beside, int block) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(beside), "r"(block));
@@ -42,8 +42,8 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Says that this warp has read a stage. It hands over no data, so that it needs no order beyond that of its own block, which
-// costs nothing; the cluster's would wait for all memory each time.
+// Tells another block that this warp has read a stage. No data is handed over, so block scope is enough and free; cluster scope
+// would wait for all outstanding memory operations.
 __device__ __forceinline__ void arrive_remote(uint32_t barrier, int block) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, block)) : "memory");
 }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Until what other blocks of the cluster send has come.
+// Waits for the stores of other blocks of the cluster.
 __device__ __forceinline__ void wait_for_remote_stores(uint32_t barrier) {
   asm volatile(
       "{\n\t.reg .pred done;\n\t"
@@ -72,7 +72,7 @@ __device__ __forceinline__ void wait_for_remote_stores(uint32_t barrier) {
       : "memory");
 }
 
-// The box of the tensor at (column, row); beyond the tensor it is zeros.
+// Loads the box at (column, row); zeros beyond the tensor.
 __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap& from, int column, int row, uint32_t barrier,
                                          uint64_t policy) {
   asm volatile(
@@ -82,7 +82,7 @@ __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap& from, i
       : "memory");
 }
 
-// To the same place in every block of the cluster that `blocks` has a bit for, each of whose barriers counts the bytes.
+// Loads into the same address in every block of the cluster whose bit in `blocks` is set; the barrier of each counts the bytes.
 __device__ __forceinline__ void tma_load_multicast(uint32_t to, const CUtensorMap& from, int column, int row, uint32_t barrier,
                                                 uint16_t blocks, uint64_t policy) {
   asm volatile(

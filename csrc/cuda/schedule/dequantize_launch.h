@@ -1,4 +1,4 @@
-// What the binding knows of dequantize.cuh.
+// Interface of dequantize.cuh to its binding.
 #pragma once
 
 #include <cuda_runtime_api.h>

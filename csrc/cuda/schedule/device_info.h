@@ -1,4 +1,4 @@
-// The device that is current, as launchers see it.
+// Properties of the current device that launchers need.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,10 +8,10 @@
 namespace lowbit::cuda {
 
 struct Gpu {
-  int sms, memory, generation;  // memory: shared, that a block may have; generation: 80, 90, ...
+  int sms, memory, generation;  // memory: shared memory that a block may have; generation: 80, 90, ...
 };
 
-// Asked once for each device: the driver takes a microsecond for an answer.
+// Queried once for each device: the driver takes a microsecond to answer.
 inline cudaError_t this_gpu(int& index, Gpu& gpu) {
   static std::atomic<int> known[64][3];
   if (const cudaError_t error = cudaGetDevice(&index); error != cudaSuccess) return error;

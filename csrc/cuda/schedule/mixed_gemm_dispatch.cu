@@ -1,4 +1,5 @@
-// The kernel for a family of codes and a type of x: gemm_integers_*.cu and gemm_floats_*.cu hold them.
+// Selects the instantiation for a family of formats and a type of x; mixed_gemm_int*.cu, mixed_gemm_fp4_*.cu and
+// mixed_gemm_fp8_*.cu hold them.
 #include "mixed_gemm_args.cuh"
 #include "mixed_gemm_launch.h"
 #include "../decode/nf4_pair_lut.cuh"

@@ -1,4 +1,4 @@
-// Launches mixed_gemm_kernel: which shape of block, in how many parts, with how many stages.
+// Launches mixed_gemm_kernel: block shape, split of K, stages.
 #pragma once
 
 #include <algorithm>
@@ -39,15 +39,15 @@ cudaError_t launch_shape(MixedGemm a, const void* x, int64_t k, bool is_early, c
   if (error != cudaSuccess) return error;
   a.plain_x = x;
   a.k = static_cast<int>(k);
-  // Weights: no more than a block has to do; x: what is left. A stage of either is 8 to 70 KB. Where sums that meet have a place
-  // of their own, no block has to wait until others have read what was copied: that is worth some stages.
+  // Shared memory: W gets as many stages as a block has work for, x the rest; a stage of either is 8 to 70 KB. Where reductions
+  // have their own space, no block waits until others have read their copies, which is worth some stages.
   const int64_t tiles = (a.tiles + tiles_per_block - 1) / tiles_per_block * ((a.m + S::columns - 1) / S::columns);
   const int parts = a.unpaired_tiles == tiles ? a.blocks : 2 * a.blocks;
   a.by_blocks = FastDivide(a.blocks);
   a.by_rows = FastDivide(static_cast<uint32_t>((a.tiles + tiles_per_block - 1) / tiles_per_block));
   const int piece = k_per_piece(S::columns, a.unit.columns);
   a.pieces_per_row = static_cast<int>((k + piece - 1) / piece);
-  const bool is_short = S::columns == 64 && a.unit.columns < 512;  // two stages of such units are soon over
+  const bool is_short = S::columns == 64 && a.unit.columns < 512;  // two stages of such units are consumed too quickly
   constexpr int max_x = S::columns <= 64 ? 6 : 4, run = stages_per_run<Codes, S>;
   constexpr bool is_fixed = is_ring_a_run<Codes, S>;
   static_assert(max_stages >= 6 && (is_fixed ? run == max_x : max_x % run == 0));
@@ -69,8 +69,8 @@ cudaError_t launch_shape(MixedGemm a, const void* x, int64_t k, bool is_early, c
     fit(2, 2);
   }
 
-  // Few rows of x wait for W, which is to come as soon as it can and not before its turn; many wait for x, which comes late where
-  // all of W is ahead of it, and W may be in the cache by then.
+  // Small M waits for W, which should start as early as possible but not before its turn; large M waits for x, which would be
+  // delayed by requests for W, and W may be in L2 by then.
   const bool is_wide = a.m > 64;
   a.before_x = !is_wide ? a.units_per_row : S::columns == 256 ? 2 : std::max(1, 512 / a.unit.columns);
   const int64_t clusters = 2 * tiles - a.unpaired_tiles, spare = device.sms - clusters * a.blocks;
@@ -90,12 +90,12 @@ cudaError_t launch_shape(MixedGemm a, const void* x, int64_t k, bool is_early, c
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
-// What two clusters need for each tile of y that they share.
+// Bytes of the buffer for tiles of y that two clusters share.
 inline int64_t pair_buffer_bytes(int64_t pairs, int blocks, int columns) {
   return (pairs * blocks * 8 + 127) / 128 * 128 + pairs * 2 * block_rows * columns * 4;
 }
 
-// A number that memory does not hold by chance.
+// A value that memory is not likely to hold by chance.
 inline unsigned long long make_launch_tag() {
   static std::atomic<unsigned long long> launches = 0;
   unsigned long long z = (launches++ + 1) * 0x9e3779b97f4a7c15ull + reinterpret_cast<uintptr_t>(&launches);
@@ -104,7 +104,7 @@ inline unsigned long long make_launch_tag() {
   return (z ^ z >> 31) | 1;
 }
 
-// Kernels whose operands are codes. Those of two parts take so many registers that batches are small.
+// Kernels whose operands are codes (exact). Formats of two parts take so many registers that batches are small.
 template <class Codes, Scaling scaling, int columns, int group>
 using ExactShape = Shape<columns, (Codes::parts > 1) ? 32 : std::min(columns == 64 ? 64 : 128, group), group, true, scaling,
                          Codes::parts>;
@@ -115,7 +115,7 @@ LaunchShape exact_of(int group) {
                        : launch_shape<Codes, T, ExactShape<Codes, scaling, columns, 128>>;
 }
 
-// Kernels whose operands are weights, for `minimum` rows of x and more.
+// Kernels whose operands are weights (rounded), for `minimum` rows of x and more.
 template <class Codes, class T, Scaling scaling, int group, int minimum = 16>
 LaunchShape weights_of(int columns) {
   constexpr bool is_table = Codes::parts > 1;
@@ -130,7 +130,7 @@ LaunchShape weights_of(int columns) {
 }
 template <class Codes, class T, Scaling scaling>
 LaunchShape rounded_of(int columns, int group) {
-  constexpr int minimum = Codes::parts > 1 ? 32 : 128;  // operands of one part are as good as codes for few rows
+  constexpr int minimum = Codes::parts > 1 ? 32 : 128;  // for few rows operands of one part are as good as codes
   return group == 32   ? weights_of<Codes, T, scaling, 32, minimum>(columns)
          : group == 64 ? weights_of<Codes, T, scaling, 64, minimum>(columns)
                        : weights_of<Codes, T, scaling, 128, minimum>(columns);
@@ -141,14 +141,14 @@ cudaError_t launch_family(MixedGemm a, const void* x, int64_t k, bool may_round,
                           cudaStream_t stream) {
   constexpr bool is_integer = Codes::supports_zero, is_table = Codes::parts > 1, is_half = std::is_same_v<T, __half>;
   constexpr bool supports_e8m0 = !is_table && (!is_integer || Codes::bits == 8), supports_e4m3 = !is_table && !is_integer && Codes::bits == 4;
-  // float16 holds neither NF4's numbers nor, times any but its own scales, those of others: `may_round` is false for them.
+  // float16 cannot hold NF4's values, nor products of others with scales of other types: may_round is false for them.
   constexpr bool rounds_own = !is_half || !is_table;
   const int group = a.unit.groups ? a.unit.group : 0;
   const bool is_e8m0 = a.scale_type == ScaleType::e8m0, is_e4m3 = a.scale_type == ScaleType::e4m3;
   const bool is_own = a.scale_type == (is_half ? ScaleType::float16 : ScaleType::bfloat16);
   const bool is_narrow = group && (is_e8m0 || is_e4m3);
   if (group && (is_e4m3 ? group != 16 : is_e8m0 ? group != 32 : group == 16)) return cudaErrorInvalidValue;
-  // Weights are operands for many rows of x where they may be rounded, and for few ones where they are codes, or are not rounded.
+  // Weights are operands for many rows of x where they may be rounded, and for few rows where that is exact.
   const bool weights_few = group ? is_narrow && rounds_nothing : !is_table, weights_many = weights_few || (may_round && a.m > 64);
   const auto are_weights = [&](int columns) { return weights_few || columns > 64 || (is_table && group && weights_many); };
   const auto takes = [&](int columns) {

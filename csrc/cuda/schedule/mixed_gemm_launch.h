@@ -1,4 +1,4 @@
-// What the bindings know of mixed_gemm.cuh: a kernel for each family of codes and type of x.
+// Interface of mixed_gemm.cuh to its binding: a launcher for each family of formats and type of x.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,15 +10,15 @@
 
 namespace lowbit::cuda {
 
-// 0: the launcher chooses.
+// 0: chosen by the scheduler.
 struct MixedGemmPlan {
-  int columns, parts, early;  // rows of x a block, blocks a cluster, -1: not before its predecessor ends
-  int shared;                 // tiles of y that two clusters make: 1, none; 2, those that are left for a last turn
-  void* (*allocate)(void* holder, int64_t bytes);  // memory of the device until the kernel ends
+  int columns, parts, early;  // rows of x in a block, blocks of a cluster; early -1: not before the predecessor ends
+  int shared;                 // tiles of y shared by two clusters: 1 none, 2 those of the last wave
+  void* (*allocate)(void* holder, int64_t bytes);  // allocates device memory that lives until the kernel ends
   void* holder;
 };
 
-// `may_round`: weights times scales may be rounded to the type of x once; `rounds_nothing`: such products have few bits.
+// may_round: value * scale may be rounded once to the type of x; rounds_nothing: such products are exact.
 cudaError_t launch_mixed_gemm(Family family, bool x_is_half, MixedGemm a, const void* x, int64_t k, bool may_round, bool rounds_nothing,
                         MixedGemmPlan plan, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// How a block of mixed_gemm.cuh works, and where in its shared memory what lies: known from the format and a few numbers.
+// Compile-time shape of a block of mixed_gemm.cuh and the layout of its shared memory.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,8 @@ namespace lowbit::cuda {
 
 constexpr int box_k = 64;
 
-// How a block works: rows of x that it takes, columns of W whose products are under way together; the columns of a group (none
-// where a row is one), and whether its scale multiplies the sums of their products, or else the operands; how many of those
-// batches are decoded before their products begin.
+// columns_: rows of x in a block; batch_: columns of W whose products are in flight together; group_: columns of a group (0: the
+// row); is_exact_: scales multiply sums, else operands; ahead_: batches decoded before their products begin.
 template <int columns_, int batch_, int group_, bool is_exact_, Scaling scaling_, int ahead_ = 1>
 struct Shape {
   static constexpr int columns = columns_, batch = batch_, group = group_, lookahead = ahead_;
@@ -25,7 +24,7 @@ struct Shape {
   static constexpr int threads = mma_threads + 128;
 };
 
-constexpr int x_offset = 1024;  // boxes lie on that; barriers come first: where they are is known at once
+constexpr int x_offset = 1024;  // alignment of TMA boxes; barriers come first, at constant addresses
 template <class S>
 SharedLayout shared_layout(const MixedGemm& a, int table_bytes) {
   SharedLayout at;
@@ -43,7 +42,7 @@ constexpr int table_bytes_of = 0;
 template <class Codes>
 constexpr int table_bytes_of<Codes, std::enable_if_t<(Codes::table_bytes > 0)>> = Codes::table_bytes;
 
-// The codes as a kernel of so many rows of x takes them: with 64 the other half of a large table is better spent on sums that meet,
+// The decoder for a kernel of so many rows of x: with 64 rows half of a large table's space is better used for reductions, and
 // with 256 there is no room for it.
 template <class Codes, int columns, class = void>
 struct CodesOf {
@@ -54,25 +53,25 @@ struct CodesOf<Codes, columns, std::enable_if_t<(Codes::table_bytes > 0 && (colu
   using Type = typename Codes::Smaller;
 };
 
-// Stages of x that are passed together: those of a piece, of which the ring then is a multiple, so that where each lies is known
-// from where the first does. Beside a table there is no room for four large ones.
+// Stages of x in a run: those of a piece. The ring is a multiple of it, so each stage's address follows from that of the run.
+// Beside a table there is no room for four large ones.
 template <class Codes, class S>
 constexpr int stages_per_run = table_bytes_of<Codes> > 0 && S::columns == 256
                                   ? 1
                                   : k_per_piece(S::columns, Unit<Codes::bits, 0, false>::columns) / S::stage_columns;
-// Whether that is all of the ring.
+// Whether a run is the whole ring.
 template <class Codes, class S>
 constexpr bool is_ring_a_run = S::columns >= 128 && stages_per_run<Codes, S> > 1;
 
-// Whether a code stands for NaN and none for infinity: then one of them makes all sums of its row NaN, whatever x is.
+// Whether the format has NaN but no infinity: then one NaN code makes all sums of its row NaN, whatever x is.
 template <class Codes, class = void>
 constexpr bool has_nan_of = false;
 template <class Codes>
 constexpr bool has_nan_of<Codes, std::enable_if_t<Codes::has_nan>> = true;
 
-// Whether the scale of a group is multiplied in with the power of two that numbers have to be multiplied by in any case, of which
-// 2^power_left is left for the sums. Scales of e8m0 that are too large for that are found out at the end, since to look at them
-// before each product costs more than the multiplication that this saves; then all is done again (scale_overflow_fallback.cuh).
+// Whether the group scale is multiplied together with the power of two that values need anyway, of which 2^power_left is left to
+// the sums. e8m0 scales too large for that are detected at the end, since testing each would cost more than the multiplication
+// saved; the tile is then recomputed (scale_overflow_fallback.cuh).
 template <class Codes, class S>
 constexpr bool folds_scales = !Codes::supports_zero && !S::is_exact && (S::scaling == Scaling::e4m3 || S::scaling == Scaling::e8m0);
 template <class Codes, class S>

@@ -1,4 +1,4 @@
-// Which function launches skinny_gemm.cuh for a format.
+// Selects the launcher of skinny_gemm.cuh for a format.
 #include "skinny_gemm_launch.h"
 
 namespace lowbit::cuda {

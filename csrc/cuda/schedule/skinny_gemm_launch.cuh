@@ -1,4 +1,4 @@
-// Launches skinny_gemm: how many blocks, warps, tiles of a batch and stages.
+// Launches skinny_gemm: number of blocks, warps, tiles in a batch and stages.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,14 +34,14 @@ constexpr int skinny_table_bytes = 0;
 template <class F>
 constexpr int skinny_table_bytes<F, std::enable_if_t<(F::table_size > 0)>> = F::table_size * sizeof(uint2);
 
-// Tiles to clusters, slices to blocks, passes and warps, and shared memory to what they need.
+// Distributes tiles to clusters and slices to blocks, passes and warps, and lays out shared memory.
 template <class F, int octets>
 void plan_work(SkinnyGemm& a, const Gpu& device, bool has_ring, SkinnyGemmPlan plan) {
   constexpr int table_bytes = skinny_table_bytes<F>;
   constexpr int max_warps = max_skinny_warps(octets);
   const int all_slices = std::max((a.k + slice_k - 1) / slice_k, 1);
   const int warps = plan.warps ? std::min(plan.warps, max_warps) : max_warps;
-  // Two blocks where one would work in passes and a few tiles are left to hide what a cluster costs.
+  // Clusters of two where one block would need passes and few tiles are left to hide the cost of a cluster.
   const bool pays = all_slices > warps && a.tiles <= 4 * device.sms;
   a.cluster_size = !has_ring ? 1 : std::min(plan.cluster_size ? plan.cluster_size : pays ? 2 : 1, all_slices);
   const int slices = (all_slices + a.cluster_size - 1) / a.cluster_size;
@@ -59,7 +59,7 @@ void plan_work(SkinnyGemm& a, const Gpu& device, bool has_ring, SkinnyGemmPlan p
     const int min_stages = has_ring ? 2 : 0;
     for (int tiles : {tiles_per_group <= 4 && a.passes == 1 ? tiles_per_group : 2, 1}) {
       a.tiles_per_batch = a.tile_groups * tiles;
-      // Sixteen rows of x are so many bytes that a ring of 104 KB, and no more, leaves them time to come.
+      // Sixteen rows of x are so many bytes that a ring of more than 104 KB would delay their loads.
       const int enough = octets == 1 ? 4 : std::min(4, (104 << 10) / (a.slices_per_pass * a.tile_groups * a.unit.size));
       a.stages = has_ring ? std::max(min_stages, std::min(plan.stages ? plan.stages : enough, units_per_warp)) : 0;
       while (a.stages > min_stages && memory_of(a, octets, a.stages, table_bytes).all > device.memory) a.stages--;
@@ -82,22 +82,23 @@ cudaError_t launch_skinny_kernel(SkinnyGemm a, SkinnyGemmPlan plan, cudaStream_t
     if (index < 64) may_use_all[index] = true;
   }
 
-  // Only the code for 9.0 has bulk copies and can wait for its predecessor; newer devices compile that for 8.0.
+  // Only code for sm_90 has bulk copies and PDL; newer devices run that for sm_80.
   const bool has_ring = device.generation == 90;
-  // A graph can let a kernel start while the one before it ends; elsewhere the weights may have been written just before.
+  // In a CUDA graph a kernel may start while its predecessor ends (PDL). Elsewhere the weights may have been written by the
+  // kernel just before.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capture); error != cudaSuccess) return error;
   const bool is_early = has_ring && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
 
   plan_work<F, octets>(a, device, has_ring, plan);
-  // Few early copies a warp: more of them would be ahead of x.
+  // Few early copies a warp: more would delay the loads of x.
   const int few = octets == 1 && overlaps_x_load<F, scales> ? units_per_slice<F> : 1;
   a.early_stages = !is_early ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : few);
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(a.clusters * a.cluster_size));
   config.blockDim = dim3(32, a.slices_per_pass, a.tile_groups);
-  // Two blocks fill a multiprocessor: else those that start early would gather where the kernel before leaves most room.
+  // At most two blocks on a multiprocessor: early blocks would otherwise crowd where the kernel before leaves most room.
   config.dynamicSmemBytes = is_early ? std::max(a.at.all, device.memory / 3) : a.at.all;
   config.stream = stream;
   cudaLaunchAttribute attributes[2] = {};
@@ -113,7 +114,7 @@ cudaError_t launch_skinny_kernel(SkinnyGemm a, SkinnyGemmPlan plan, cudaStream_t
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
-// `run`: columns whose sum is scaled at once.
+// run: columns whose sum is scaled at once.
 template <class F, class T, Scales scales, int run>
 cudaError_t launch_skinny_for(const SkinnyGemm& a, SkinnyGemmPlan plan, cudaStream_t stream) {
   return a.m <= 8 ? launch_skinny_kernel<F, T, scales, run, 1>(a, plan, stream)
@@ -128,7 +129,7 @@ cudaError_t launch_skinny(const SkinnyGemm& a, bool x_is_half, SkinnyGemmPlan pl
 
 template <template <class> class Family>
 cudaError_t launch_skinny(const SkinnyGemm& a, bool x_is_half, SkinnyGemmPlan plan, cudaStream_t stream) {
-  // Without groups in the unit the type of a scale does not matter there.
+  // without groups in the unit the type of the scales does not matter there
   if (a.scale_type != ScaleType::bfloat16 && a.unit.groups)
     return launch_skinny<Family, Scales::plain, 32>(a, x_is_half, plan, stream);
   return a.unit.group < 128 ? launch_skinny<Family, Scales::bfloat16, 32>(a, x_is_half, plan, stream)

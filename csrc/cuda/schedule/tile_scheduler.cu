@@ -1,4 +1,4 @@
-// Chooses among the cuts of a product by what each would take.
+// Chooses the split of a product over blocks and clusters by a cost model.
 #include "tile_scheduler.h"
 
 #include <algorithm>
@@ -8,11 +8,10 @@
 
 namespace lowbit::cuda {
 
-// Microseconds on an H200 that a block takes for what it does once, and more where blocks fill the device, since no other kernel
-// can begin before they end (none up to half of it, all of that where it is full); for meeting each other one of its cluster; for
-// meeting another cluster; and for 512 columns of its 128 rows where their codes are plain ones of four bits. Fitted to measured
-// times of the plans of 162 products with weights of 1024 to 4096 rows, and held to what had been found for larger ones: for a
-// choice, not for the times.
+// Microseconds on an H200: fixed cost of a block, and more where blocks fill the device, since the next kernel cannot begin
+// before they end (none up to half of it, all of it at full); cost of each other block of the cluster; of a second cluster; and
+// of 512 columns of 128 rows with plain 4-bit codes. Fitted to measured times of the plans of 162 products with weights of 1024
+// to 4096 rows, and checked against larger ones. Meant for choosing, not for predicting.
 struct Cost {
   float fixed, crowded, cluster_reduce, pair_reduce, columns_512;
 };
@@ -22,7 +21,7 @@ constexpr Cost costs[KernelSet::sizes] = {{1.92f, 0.8f, 0.0f, 1.46f, 1.02f},
                                         {2.57f, 0.55f, 0.41f, 2.45f, 2.6f},
                                         {3.86f, 2.72f, 0.67f, 4.43f, 4.12f}};
 
-// What 512 columns take more than those plain codes: for up to 64 rows of x, for 128 and for 256.
+// Extra cost of 512 columns for other codes: up to 64 rows of x, 128, and 256.
 struct Decoding {
   float few, many, maximum;
 };
@@ -44,8 +43,8 @@ static float decoding(const KernelSet& kernels, int size) {
   return KernelSet::columns(size) == 256 ? of.maximum : KernelSet::columns(size) == 128 ? of.many : of.few;
 }
 
-// How many clusters of one to four blocks, whose multiprocessors they have for themselves, are on a device at once: not as many
-// as there are multiprocessors for, since those of a cluster must be neighbours. Asked once for each device.
+// How many clusters of one to four blocks fit the device at once, if alone on their multiprocessors: fewer than the
+// multiprocessors would allow, since a cluster stays within a GPC. Queried once for each device.
 struct MaxClusters {
   int clusters[max_cluster_blocks + 1];
 };
@@ -59,7 +58,8 @@ static cudaError_t query_max_clusters(const KernelSet& kernels, MaxClusters& max
     const cudaError_t error = cudaFuncSetAttribute(kernels.any, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
     if (error != cudaSuccess) return error;
   }
-  for (int blocks = max_cluster_blocks; blocks > 0; blocks--) {  // that of one, which tells that all are known, is the last
+  for (int blocks = max_cluster_blocks; blocks > 0; blocks--) {  // the entry of one block is written last: it tells that all are
+                                                                 // known
     if (is_known) {
       maximum.clusters[blocks] = known[device][blocks];
       continue;
@@ -102,7 +102,7 @@ cudaError_t schedule_for(const MixedGemm& a, int64_t k, const MixedGemmPlan& pla
         return us * static_cast<float>((clusters + maximum - 1) / maximum);
       };
       const int64_t last = tiles % maximum;
-      for (const int64_t shared : {int64_t{0}, last}) {  // none, or those of the last turn
+      for (const int64_t shared : {int64_t{0}, last}) {  // none, or those of the last wave
         const bool is_shared = shared > 0;
         if (plan.shared == 0 ? is_shared && pieces < 2 * blocks : (plan.shared == 2 && last > 0) != is_shared) continue;
         float us = us_of(tiles - shared, blocks);
@@ -111,7 +111,7 @@ cudaError_t schedule_for(const MixedGemm& a, int64_t k, const MixedGemmPlan& pla
       }
     }
   }
-  return best.columns ? cudaSuccess : cudaErrorInvalidValue;  // a plan that is not for such weights
+  return best.columns ? cudaSuccess : cudaErrorInvalidValue;  // the plan does not suit these weights
 }
 
 }  // namespace lowbit::cuda

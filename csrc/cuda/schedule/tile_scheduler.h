@@ -1,4 +1,4 @@
-// Which blocks make a product of mixed_gemm.cuh: chosen without its kernels, which take long to compile.
+// Schedule of a product of mixed_gemm.cuh, separate from its kernels, which take long to compile.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,9 +8,9 @@
 
 namespace lowbit::cuda {
 
-// The kernels for the codes of a product: for how many rows of x a block there is one, and whether its operands are weights or
-// else codes; what these codes are, which tells how long decoding takes. `any` of the kernels, with its threads: each takes most of
-// a multiprocessor's shared memory.
+// The kernels for a product's codes: for which rows of x in a block there is one, and whether its operands are weights (rounded)
+// or codes (exact); the kind of codes, for the cost of decoding. any: one of the kernels, with its threads, for occupancy
+// queries.
 struct KernelSet {
   static constexpr int sizes = 5;
   static constexpr int columns(int size) { return 16 << size; }
@@ -21,14 +21,14 @@ struct KernelSet {
   int threads;
 };
 
-// Who shares out the columns of W: the blocks of a cluster, and two clusters but for those tiles of y that one makes alone.
+// Who splits K: the blocks of a cluster, and pairs of clusters for all tiles of y but the unpaired ones.
 struct Schedule {
   int columns = 0, blocks = 0;
   int64_t unpaired_tiles = 0;
   float us = 1e30f;
 };
 
-// `cudaErrorInvalidValue` where `plan` asks for what there is no kernel for.
+// cudaErrorInvalidValue where `plan` asks for a kernel that does not exist.
 cudaError_t schedule_for(const MixedGemm& a, int64_t k, const MixedGemmPlan& plan, const KernelSet& kernels, Schedule& cut);
 
 }  // namespace lowbit::cuda
