@@ -21,8 +21,8 @@ from torch import Tensor
 from lowbit import Recipe, quantize_
 from lowbit.algorithms import ROUNDERS
 from lowbit.recipe import split_recipes
-from lowbit.replacement import round_weight
 from lowbit.rewrites.search import Pool, Reader
+from lowbit.rounding import round_weight
 from lowbit.statistics import Statistics
 
 from .results import write_result

@@ -369,12 +369,27 @@ def ecosystem_table(results: list[dict[str, Any]]) -> str:
 
 
 _SUMMED_UP = ("int8", "int4", "int4_sym", "int3", "fp8", "fp6", "nf4", "mxfp8", "mxfp4", "nvfp4")
+
+
+def few_rows_table(results: list[dict[str, Any]]) -> str:
+    """How many rows of inputs rounders have to see before they err less than rounding to nearest."""
+    (result,) = results
+    head = "rounder |scheme |" + "|".join(f"{share:g} K" for share in result["shares"])
+
+    def row(found: dict[str, Any]) -> tuple[Any, ...]:
+        cells = (f"{mean:.2f} ({top:.2f})" for mean, top in zip(found["means"], found["largest"], strict=True))
+        return f"`{found['rounder']}`", f"`{found['scheme']}`", *cells
+
+    return _markdown(head, (row(found) for found in result["rows"]))
+
+
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "sqnr": sqnr_table,
     "demo": demo_table,
     "recipes": recipes_table,
     "mmlu": mmlu_table,
     "rounders": rounders_table,
+    "few_rows": few_rows_table,
     "accuracy_recovery": accuracy_recovery_table,
     "mixed": mixed_table,
     "quality": quality_table,

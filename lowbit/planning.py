@@ -150,17 +150,20 @@ def _decide(layer: Layer, recipe: Recipe, counts: dict[str, int], filter_fn: Fil
         return None, f"{layer.name_only_reason}: {BY_NAME}"
     if filter_fn is not None and not filter_fn(layer.module, layer.name):
         return None, "filter_fn leaves it"
-    return _of_parameter(rule.config, recipe) if layer.is_parameter else (rule.config, "")
+    return _of_parameter(layer, rule.config, recipe) if layer.is_parameter else (rule.config, "")
 
 
-def _of_parameter(config: LayerConfig, recipe: Recipe) -> tuple[LayerConfig, str]:
-    """What becomes of a parameter in a module that stays, of whose inputs nobody takes statistics, and what is other for it."""
+def _of_parameter(layer: Layer, config: LayerConfig, recipe: Recipe) -> tuple[LayerConfig, str]:
+    """What becomes of a parameter in a module that stays, and what is other for it: of parameters, statistics are taken of what
+    experts read, and of no other's inputs."""
     reasons = []
     if config.activation is not None:
         config = config.replace(activation=None, activation_scale="token")
         reasons.append(WEIGHT_ALONE)
-    if ROUNDERS[config.rounder].needs_statistics:
-        reasons.append(f"{config.rounder} needs statistics, which are taken of linear layers: rounded to nearest, scales=mse")
+    if ROUNDERS[config.rounder].needs_statistics and layer.kind != "experts":
+        reasons.append(
+            f"{config.rounder} needs statistics, which are taken of linear layers and experts: rounded to nearest, scales=mse"
+        )
         config = config.replace(rounder="rtn", options=(), scales="mse")
     blockwise = [rewrite.name for rewrite in recipe.rewrites if rewrite.method.kind == "block"]
     if blockwise:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from .algorithms import ROUNDERS
 from .embedding import QEmbedding
+from .expert_rounding import RoundedExpert, join_experts, round_expert, round_experts
 from .layer_config import LayerConfig
 from .layers import Layer, replace_module
 from .linear import QLinear
@@ -20,6 +21,7 @@ from .placement.hooks import attach_hook, detach_hook
 from .plans import LayerPlan
 from .quantized_module import QuantizedModule
 from .rewrites.rescale_record import Rescaled
+from .rounding import RoundedWeight, round_weight, static_scale
 from .statistics import Statistics
 from .tensor import QTensor, check_weight
 from .torch_state import isolated
@@ -29,26 +31,17 @@ __all__ = [
     "RewriteOnly",
     "Progress",
     "Replacement",
-    "RoundedWeight",
     "quantized_layer",
     "replace_layers",
-    "round_weight",
 ]
 
 Progress = Callable[[LayerPlan, int, int], None]
+InputStatistics = Statistics | Sequence[Statistics | None] | None
+"""Of what a layer reads, or of what each of its experts does; None for an expert, or a layer, that nothing reached."""
+
 UNREACHED = "no calibration data reached it: rounded without"
-NO_STATISTICS = "no statistics are taken of what experts and single parameters read: rounded without"
+NO_STATISTICS = "no statistics are taken of what single parameters read: rounded without"
 NO_STATIC_SCALE = "no calibration data reached it: its input's scales are found as it comes"
-
-
-class RoundedWeight(NamedTuple):
-    """A weight on the grid, the error of its products (see :attr:`lowbit.plans.LayerPlan.loss`), what to know of it,
-    and the scale of all its inputs."""
-
-    weight: QTensor
-    loss: float | None = None
-    notes: tuple[str, ...] = ()
-    input_scale: Tensor | None = None
 
 
 class CompletedLayer(NamedTuple):
@@ -96,7 +89,7 @@ class Replacement:
                 raise ValueError(f"{entry.name} is on the meta device and has no values: load the model first")
             check_weight(values, _named(layer))
 
-    def apply(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
+    def apply(self, i: int, statistics: InputStatistics = None, calibrated: bool = False) -> None:
         """Replace the layer at place ``i``, if anything is to become of it: :meth:`round` and :meth:`place`."""
         if self.entries[i].config is None:
             self._layers[i] = None  # type: ignore[call-overload]  # the float weight goes with it
@@ -108,7 +101,7 @@ class Replacement:
         for i in range(len(self.entries)):
             self.apply(i)
 
-    def round(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> RoundedWeight:
+    def round(self, i: int, statistics: InputStatistics = None, calibrated: bool = False) -> RoundedWeight:
         """What becomes of the layer at place ``i``, which stays as it is until :meth:`place`.
 
         ``statistics`` of its inputs; ``calibrated``: that there is data, so that a layer without statistics was not reached.
@@ -123,9 +116,28 @@ class Replacement:
                 rounded = rounded._replace(notes=(*rounded.notes, NO_STATISTICS if layer.is_parameter else UNREACHED))
         if entry.config.activation_scale != "static":
             return rounded
-        if statistics is None:
+        if not isinstance(statistics, Statistics):
             return rounded._replace(notes=(*rounded.notes, NO_STATIC_SCALE))
         return rounded._replace(input_scale=static_scale(statistics, entry.config))
+
+    def round_expert(self, i: int, expert: int, statistics: Statistics | None) -> RoundedExpert:
+        """What becomes of one matrix of the experts at place ``i``; :meth:`join` puts those of all together."""
+        entry, layer = self.entries[i], self._layers[i]
+        config = entry.config
+        assert config is not None
+        with self._naming(entry):
+            matrix = layer.values.detach()[expert]
+            check_weight(matrix, _named(layer))
+            rounded = round_expert(self._on_device(matrix), config, statistics, getattr(torch, entry.dtype))
+        if rounded.weight.device != matrix.device and not self._keep:
+            return rounded._replace(weight=moved(rounded.weight, matrix.device))
+        return rounded
+
+    def join(self, i: int, experts: Sequence[RoundedExpert]) -> RoundedWeight:
+        """What becomes of the experts at place ``i``, of whose matrices these are all."""
+        config = self.entries[i].config
+        assert config is not None
+        return join_experts(experts, config, calibrated=True)
 
     def place(self, i: int, rounded: RoundedWeight) -> None:
         """Put what :meth:`round` gave in place of the layer, whose float weight goes."""
@@ -171,23 +183,36 @@ class Replacement:
         if self._progress is not None:
             self._progress(self.entries[i], self._count, self._total)
 
-    def _round(self, entry: LayerPlan, layer: Layer, config: LayerConfig, statistics: Statistics | None) -> RoundedWeight:
+    def _round(self, entry: LayerPlan, layer: Layer, config: LayerConfig, statistics: InputStatistics) -> RoundedWeight:
         weight = layer.values.detach()
         check_weight(weight, _named(layer))  # it may have come since the others were checked
-        origin = weight.device
-        if self._device is not None:
-            weight = weight.to(self._device)
-        try:
-            rounded = round_weight(weight, config, statistics, getattr(torch, entry.dtype))
-        except ValueError as error:
-            raise ValueError(f"{entry.name}: {error} ({self._count} of {self._total} layers are quantized)") from error
-        if statistics is not None:
+        origin, dtype = weight.device, getattr(torch, entry.dtype)
+        weight = self._on_device(weight)
+        with self._naming(entry):
+            if isinstance(statistics, Sequence):
+                rounded = round_experts(weight, config, statistics, dtype, calibrated=True)
+            elif weight.dim() > 2 and config.rounder != "rtn":
+                rounded = round_experts(weight, config, None, dtype)
+            else:
+                rounded = round_weight(weight, config, statistics, dtype)
+        if isinstance(statistics, Statistics):
             self._trim()
             dense = rounded.weight.dequantize(torch.promote_types(weight.dtype, torch.float32))
             rounded = rounded._replace(loss=statistics.to(weight.device).output_error(weight, dense))
         if rounded.weight.device != origin and not self._keep:
             return rounded._replace(weight=moved(rounded.weight, origin))
         return rounded
+
+    def _on_device(self, weight: Tensor) -> Tensor:
+        return weight if self._device is None else weight.to(self._device)
+
+    @contextlib.contextmanager
+    def _naming(self, entry: LayerPlan) -> Iterator[None]:
+        """Errors within the block name the layer of ``entry``."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{entry.name}: {error} ({self._count} of {self._total} layers are quantized)") from error
 
 
 class RewriteOnly(Replacement):
@@ -197,7 +222,7 @@ class RewriteOnly(Replacement):
     def quantizes(self) -> bool:
         return False
 
-    def apply(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
+    def apply(self, i: int, statistics: InputStatistics = None, calibrated: bool = False) -> None:
         entry = self.entries[i]
         if entry.config is not None:
             self._finish(i, CompletedLayer(None, entry.notes, entry.rewrites))
@@ -216,44 +241,6 @@ def moved(weight: QTensor, device: torch.device | str) -> QTensor:
     rounded = weight.to(device)
     assert isinstance(rounded, QTensor)
     return rounded
-
-
-def round_weight(
-    weight: Tensor, config: LayerConfig, statistics: Statistics | None = None, dtype: torch.dtype | None = None
-) -> RoundedWeight:
-    """``weight`` [N, K] as ``config`` wants it, for products in ``dtype`` (its own by default, which a rewrite may have made a
-    wider one); a rounder that needs ``statistics`` and has none gives way to rtn, and the notes of the plan say that no data
-    came."""
-    dtype = dtype or weight.dtype
-    rounder = ROUNDERS[config.rounder]
-    without_statistics = rounder.needs_statistics and statistics is None
-    if weight.dim() > 2 and not (config.rounder == "rtn" or without_statistics):
-        return _round_each(weight, config, dtype)
-    if (
-        config.rounder == "rtn" or without_statistics
-    ):  # the operator does this in chunks of rows, in a fused kernel where there is one
-        rounded = QTensor.quantize(weight, config.weight, method="mse" if without_statistics else config.scales)
-        parts = (rounded.packed, rounded.scale, rounded.zero_point, rounded.outer)
-        return RoundedWeight(QTensor(*parts, rounded.scheme, tuple(rounded.shape), dtype, rounded.byte_layout))
-    compute = weight if weight.dtype == torch.float64 else weight.float()
-    if statistics is not None:
-        statistics = statistics.to(weight.device)
-    codes, scales, notes = rounder.round(compute, config.weight, statistics, **dict(config.options))
-    return RoundedWeight(QTensor.from_codes(codes, scales, config.weight, dtype), notes=notes)
-
-
-def _round_each(weight: Tensor, config: LayerConfig, dtype: torch.dtype) -> RoundedWeight:
-    """The matrices of ``weight`` [E, N, K] one by one, by a rounder that looks at no data."""
-    rounded = [round_weight(matrix, config, None, dtype) for matrix in weight]
-    notes = dict.fromkeys(note for each in rounded for note in each.notes)
-    return RoundedWeight(cast(QTensor, torch.stack([each.weight for each in rounded])), notes=tuple(notes))
-
-
-def static_scale(statistics: Statistics, config: LayerConfig) -> Tensor:
-    """The one scale, float32, under which the largest input seen is the largest number of the activation's format."""
-    assert config.activation is not None
-    top = statistics.absmax.max().float()
-    return torch.where(top > 0, top / config.activation.fmt.symmetric_max, 1.0)
 
 
 def _named(layer: Layer) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .torch_state import isolated
 
-__all__ = ["Statistics", "Tally"]
+__all__ = ["Statistics", "Tally", "relative"]
 
 _CHUNK = 256  # rows of a matrix that are worked on at a time, so that no second one of its size is made
 _ROWS = 4096  # rows that are multiplied at a time: their sum is float32's only one, everything above is float64
@@ -84,18 +84,28 @@ class Statistics:
         drift = None if self.drift is None else self.drift.to(device)
         return Statistics(self.gram.to(device), self.absmax.to(device), self.count, drift)
 
-    @isolated()
     def output_error(self, weight: Tensor, rounded: Tensor) -> float:
         """How far x @ rounded.T is from x @ weight.T, squared and relative, for weights [N, K]: tr(E G E^T) / tr(W G W^T).
 
         0 where the weight gives 0 for all these inputs and so does ``rounded``; infinity where only the weight does.
         """
+        return relative(*self.output_energies(weight, rounded))
+
+    @isolated()
+    def output_energies(self, weight: Tensor, rounded: Tensor) -> tuple[float, float]:
+        """tr(E G E^T) and tr(W G W^T), for weights [N, K] and E = rounded - weight: the mean squares of the error of
+        x @ rounded.T and of x @ weight.T, summed over N."""
         noise = signal = 0.0
         for rows in torch.arange(len(weight), device=weight.device).split(_CHUNK):
             w = weight[rows].double()
             e = w - rounded[rows].double()
             noise, signal = noise + _squared(e, self.gram), signal + _squared(w, self.gram)
-        return max(noise, 0.0) / signal if signal > 0 else (0.0 if noise <= 0 else float("inf"))
+        return max(noise, 0.0), signal
+
+
+def relative(noise: float, signal: float) -> float:
+    """``noise`` / ``signal``; 0 where both are, infinity where only ``signal`` is."""
+    return noise / signal if signal > 0 else (0.0 if noise <= 0 else float("inf"))
 
 
 def _squared(w: Tensor, gram: Tensor) -> float:

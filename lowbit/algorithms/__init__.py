@@ -9,7 +9,7 @@ __all__ = ["ROUNDERS", "Rounded", "Rounder"]
 
 _OWN = {
     "rtn": Rounder(rtn, needs_statistics=False, uses_statistics=False),
-    "clip": Rounder(clip.clip, needs_statistics=False, check=clip.check),
+    "clip": Rounder(clip.clip, needs_statistics=False, check=clip.check, rows_per_channel=0.5),
     "hqq": Rounder(hqq.hqq, needs_statistics=False, check=hqq.check, uses_statistics=False),
     "gptq": Rounder(gptq.gptq, needs_statistics=True, check=gptq.check, needs_drift=gptq.needs_drift),
 }

@@ -40,6 +40,9 @@ class Rounder:
         needs_drift: ``needs_drift(**options)`` says whether it looks at ``statistics.drift``, which it is then given if it can
         be.
         uses_statistics: whether ``statistics`` change the result, where there are any.
+        rows_per_channel: how many rows of inputs a channel ``statistics`` have to be taken from before they are worth looking at:
+            under that, rounding without them errs less on other inputs (``evals/few_rows.py`` measures it). Of an expert that
+            fewer tokens reached they are not looked at.
     """
 
     round: Callable[..., Rounded]
@@ -47,6 +50,7 @@ class Rounder:
     check: Callable[..., None] = lambda **options: None
     needs_drift: Callable[..., bool] = lambda **options: False
     uses_statistics: bool = True
+    rows_per_channel: float = 2.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "round", isolated()(self.round))

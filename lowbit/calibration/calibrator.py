@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ..expert_rounding import RoundedExpert
 from ..layers import Layer, tied_groups
 from ..plans import LayerPlan
 from ..recipe import block_counts
-from ..replacement import Replacement, RoundedWeight, moved
+from ..replacement import InputStatistics, Replacement, moved
 from ..rewrites.rescaling import Rescaler, sealed
-from ..statistics import Statistics
+from ..rounding import RoundedWeight
 from ..torch_state import default_device
 from .activation_store import ActivationStore, BlockInputs
 from .blocks import BlockStructure, call, children, find_stacks
 from .capture import Arguments, Constants, capture_block_inputs
-from .collection import Collector, InputsDivergedError
+from .collection import Collector, InputsDivergedError, expert_key
 from .data import Batch
 from .eval_mode import eval_mode
+from .expert_inputs import Experts
 from .float_block import FloatBlock, in_dtypes
 from .offload import BlockOffload, onload_blocks
 from .padding import Padding
@@ -71,6 +73,11 @@ class Calibrator:
         self._padding = Padding(model)
         self._modules = {i: layer.module for i, layer in enumerate(layers) if entries[i].config is not None}
         self._with_statistics = {i for i, layer in enumerate(layers) if layer.kind in ("linear", "conv1d")}
+        self._experts = {
+            i: Experts(layer.module, layer.attribute, layer.transposed)
+            for i, layer in enumerate(layers)
+            if layer.kind == "experts"
+        }
         self._ties = [group for group in tied_groups(layers) if any(i in self._modules for i in group)]
         self._statistics_bytes = statistics_bytes
         self._rescaler: Rescaler | None = None
@@ -110,7 +117,7 @@ class Calibrator:
                 block_of_layer.update(dict.fromkeys(group))
         return {i: block for i, block in block_of_layer.items() if block is not None}
 
-    def _replace_layer(self, i: int, statistics: Statistics | None) -> None:
+    def _replace_layer(self, i: int, statistics: InputStatistics) -> None:
         self._replacement.apply(i, statistics, calibrated=True)
         del self._modules[i]
 
@@ -217,17 +224,17 @@ class Calibrator:
         """Round and replace the layers at ``places`` in the order in which they read each other, each with statistics of what
         those before it, rounded, give, and of how far that is from what ``float_block`` gives."""
         dtypes = self._dtypes(places)
-        modules = {self._names[i]: self._modules[i] for i in places if i in self._with_statistics}
+        heard = {self._names[i]: self._modules[i] for i in places if i in self._with_statistics or i in self._experts}
 
         def run_in_dtypes(batch: int) -> object:
             left = {self._names[i]: self._modules[i] for i in places if i in self._modules and i in self._with_statistics}
             with in_dtypes(left, {name: dtypes[name] for name in left}):
                 return run(batch)
 
-        local = topological_levels(modules, partial(run_in_dtypes, self._local_batches[0])) if self._local_batches else None
+        local = topological_levels(heard, partial(run_in_dtypes, self._local_batches[0])) if self._local_batches else None
         order = next((found for found in self._ranks.all_gather(local) if found is not None), [])
         at = {self._names[i]: i for i in places}
-        for step in [[name for name in at if name not in modules], *order]:
+        for step in [[name for name in at if name not in heard], *order]:
             self._quantize([at[name] for name in step], run_in_dtypes, scope, float_block)
 
     def _quantize(
@@ -244,46 +251,93 @@ class Calibrator:
         once, batches run again for the rest, and no layer is replaced before every one is rounded: the bytes are the same.
         """
         rounded_weights: dict[int, RoundedWeight] = {}
+        parts: dict[int, dict[int, RoundedExpert]] = {}  # of experts of which some are still to be rounded
         while places:
-            collector = self._collected(places, run, float_block)
-            later = [i for i in places if collector.is_deferred(self._names[i])]
-            now = [i for i in places if i not in later]
+            done = {expert_key(self._names[i], expert) for i, found in parts.items() for expert in found}
+            collector = self._collected(places, run, float_block, skip=done)
+            later = [i for i in places if any(map(collector.is_deferred, self._keys(i)))]
+            now = [
+                i for i in places if i not in later or (i in self._experts and not all(map(collector.is_deferred, self._keys(i))))
+            ]
             if self._rescaler is not None and float_block is None:
                 self._rescale(now, collector, run, scope)
             if not self._replacement.quantizes:
                 for i in now:
                     self._replace_layer(i, None)
+            elif later or rounded_weights or parts or self._ranks.count > 1:
+                rounded_weights |= self._rounded(now, collector, parts)
             else:
-                rounded_weights |= self._rounded(now, collector, hold=bool(later or rounded_weights))
+                self._round_and_replace(now, collector)
             places = later
         # Of a tied weight the layer that has data decides.
         for i in sorted(rounded_weights, key=lambda i: rounded_weights[i].loss is None):
             self._replacement.place(i, rounded_weights[i])
             del self._modules[i]
 
-    def _rounded(self, places: list[int], collector: Collector, hold: bool) -> dict[int, RoundedWeight]:
-        """What becomes of the layers at ``places``; empty where they could be replaced as they were rounded."""
-        hold = hold or self._ranks.count > 1
+    def _keys(self, i: int) -> list[str]:
+        """What the collector calls what the layer at place ``i`` reads."""
+        name = self._names[i]
+        return [expert_key(name, expert) for expert in range(self._experts[i].number)] if i in self._experts else [name]
+
+    def _groups(self, places: Sequence[int], collector: Collector) -> list[tuple[str, list[int]]]:
+        """Layers at ``places`` that read one tensor, by the name of its statistics; those that have some come first."""
         groups: dict[str, list[int]] = {}
         for i in places:
             groups.setdefault(collector.group(self._names[i]), []).append(i)
-        local: dict[int, RoundedWeight] = {}
-        for number, group in enumerate(sorted(groups, key=lambda group: not collector.has_data(group))):
+        return sorted(groups.items(), key=lambda item: not any(map(collector.has_data, self._keys(item[1][0]))))
+
+    def _round_and_replace(self, places: Sequence[int], collector: Collector) -> None:
+        """Round the layers at ``places``, each of which is replaced before the next is rounded."""
+        for group, members in self._groups(places, collector):
             self._offload.trim()
-            if number % self._ranks.count != self._ranks.rank:
-                collector.discard(group)
-                continue
-            statistics = collector.pop_statistics(group)
-            for i in groups[group]:
-                if hold:
-                    local[i] = self._replacement.round(i, statistics, calibrated=True)
-                else:
-                    self._replace_layer(i, statistics)
+            shared = None if members[0] in self._experts else collector.pop_statistics(group)
+            for i in members:
+                own = [collector.pop_statistics(key) for key in self._keys(i)] if i in self._experts else shared
+                self._replace_layer(i, own)
                 self._offload.trim()
-        if self._ranks.count == 1:
-            return local
-        local = {i: rounded._replace(weight=moved(rounded.weight, "cpu")) for i, rounded in local.items()}
-        return {i: rounded for part in self._ranks.all_gather(local) for i, rounded in part.items()}
+
+    def _rounded(
+        self, places: Sequence[int], collector: Collector, parts: dict[int, dict[int, RoundedExpert]]
+    ) -> dict[int, RoundedWeight]:
+        """What becomes of the layers at ``places``, of which this process rounds its share, as of the matrices of experts:
+        ``parts`` keeps those of layers that are not whole yet."""
+        local: dict[int, RoundedWeight] = {}
+        local_parts: dict[int, dict[int, RoundedExpert]] = {}
+        number = 0
+
+        def mine(group: str) -> bool:
+            nonlocal number
+            number += 1
+            if own := (number - 1) % self._ranks.count == self._ranks.rank:
+                self._offload.trim()
+            else:
+                collector.discard(group)
+            return own
+
+        for group, members in self._groups(places, collector):
+            if members[0] in self._experts:
+                (i,) = members
+                for expert, key in enumerate(self._keys(i)):
+                    if expert not in parts.get(i, {}) and not collector.is_deferred(key) and mine(key):
+                        rounded = self._replacement.round_expert(i, expert, collector.pop_statistics(key))
+                        local_parts.setdefault(i, {})[expert] = rounded
+            elif mine(group):
+                statistics = collector.pop_statistics(group)
+                for i in members:
+                    local[i] = self._replacement.round(i, statistics, calibrated=True)
+                    self._offload.trim()
+        if self._ranks.count > 1:
+            local = {i: rounded._replace(weight=moved(rounded.weight, "cpu")) for i, rounded in local.items()}
+            for own in local_parts.values():
+                own.update({expert: each._replace(weight=moved(each.weight, "cpu")) for expert, each in own.items()})
+        for found in self._ranks.all_gather(local_parts):
+            for i, theirs in found.items():
+                parts.setdefault(i, {}).update(theirs)
+        whole = {i: rounded for part in self._ranks.all_gather(local) for i, rounded in part.items()}
+        for i in [i for i, experts in parts.items() if len(experts) == self._experts[i].number]:
+            experts = parts.pop(i)
+            whole[i] = self._replacement.join(i, [experts[expert] for expert in range(len(experts))])
+        return whole
 
     def _rescale(
         self, places: list[int], collector: Collector, run: Callable[[int], object], scope: Mapping[str, nn.Module]
@@ -299,10 +353,17 @@ class Calibrator:
         self._offload.trim()
 
     def _collected(
-        self, places: list[int], run: Callable[[int], object], float_block: FloatBlock | None = None, share: bool = True
+        self,
+        places: list[int],
+        run: Callable[[int], object],
+        float_block: FloatBlock | None = None,
+        share: bool = True,
+        skip: Collection[str] = (),
     ) -> Collector:
         modules = {self._names[i]: self._modules[i] for i in places if i in self._with_statistics}
-        collector = Collector(modules, self._padding, share, self._statistics_bytes, drifts=float_block is not None)
+        experts = {self._names[i]: self._experts[i] for i in places if i in self._experts} if self._replacement.quantizes else {}
+        limit = self._statistics_bytes
+        collector = Collector(modules, self._padding, share, limit, float_block is not None, experts, skip)
         error: ValueError | None = None
         try:
             for number in self._local_batches:
@@ -311,13 +372,14 @@ class Calibrator:
                 with collector.observing(number, batch, float_inputs, rows):
                     run(number)
                 self._offload.trim()
+            collector.finish()
             diverged = False
         except InputsDivergedError:
             diverged = True
         except ValueError as found:
             diverged, error = False, found
         if not collector.all_reduce(self._ranks, diverged, error):
-            return self._collected(places, run, float_block, share=False)
+            return self._collected(places, run, float_block, False, skip)
         return collector
 
 

@@ -1,9 +1,9 @@
-"""Statistics of the inputs of linear layers, taken while a block runs; layers that read one tensor share theirs."""
+"""Statistics of what linear layers and experts read, taken while a block runs; layers that read one tensor share theirs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,23 +11,32 @@ from torch import Tensor, nn
 
 from ..statistics import Statistics, Tally
 from .data import Batch
+from .expert_inputs import ExpertInputs, Experts
 from .padding import Padding
 from .ranks import Ranks
 
-__all__ = ["Collector", "InputsDivergedError", "read_by"]
+__all__ = ["Collector", "InputsDivergedError", "expert_key", "read_by"]
+
+_HELD = 8  # rows of an expert are summed up once there is one for so many channels, since a sum costs K^2 however few they are
 
 
 class InputsDivergedError(RuntimeError):
     """Layers that read one tensor in the first call read several later: their statistics have to be taken apart."""
 
 
+def expert_key(name: str, expert: int) -> str:
+    """What :class:`Collector` calls one of the experts ``name``."""
+    return f"{name}[{expert}]"
+
+
 class Collector:
-    """Listens to ``modules`` and sums up what they read, without ``padding``.
+    """Listens to ``modules`` and sums up what they read, without ``padding``; and to ``experts``, each of whose matrices has a
+    tally of its own, called :func:`expert_key`. Of padding that a router sends to an expert nothing is known: it counts.
 
     Two layers share a tally where both read the very same tensor when they are first called, which is checked in every
     later call. ``share=False`` gives each its own. Where the tallies would take more than ``limit_bytes`` bytes, those that come
     first are summed up, at least one, and the layers of the others are :meth:`is_deferred`, for another run. ``drifts``: also sum
-    up how far what they read is from what the float model gives there.
+    up how far what they read is from what the float model gives there. ``skip``: keys of experts that nothing is asked of.
     """
 
     def __init__(
@@ -37,7 +46,11 @@ class Collector:
         share: bool = True,
         limit_bytes: int | None = None,
         drifts: bool = False,
+        experts: Mapping[str, Experts] | None = None,
+        skip: Collection[str] = (),
     ) -> None:
+        self._experts, self._skip = dict(experts or {}), frozenset(skip)
+        self._held: dict[str, list[Tensor]] = {}  # rows of experts that are not summed up yet
         self._modules, self._padding, self._share, self._limit_bytes, self._drifts = modules, padding, share, limit_bytes, drifts
         self._full: set[str] = set()  # leaders without a tally
         self._leaders: dict[str, str] = {}
@@ -61,6 +74,8 @@ class Collector:
         with self._padding.tracking_encoder(), contextlib.ExitStack() as hooks:
             for name, module in self._modules.items():
                 hooks.callback(module.register_forward_pre_hook(self._hook(name), with_kwargs=True).remove)
+            if self._experts:
+                hooks.enter_context(ExpertInputs(self._experts, self._add_expert))
             try:
                 yield
             finally:
@@ -102,6 +117,31 @@ class Collector:
             float_x = None if float_inputs is None else self._padding.without_padding(float_inputs, self._batch, name, x)
             self._tallies[name].add(x_without_padding, name, self._number, float_x)
 
+    def _add_expert(self, name: str, expert: int, x: Tensor) -> None:
+        key, k = expert_key(name, expert), x.shape[-1]
+        if key in self._skip or not len(x):
+            return
+        self._leaders[key], self._calls[key] = key, 0
+        if key not in self._tallies and key not in self._full:
+            if self._fits(k):
+                self._tallies[key] = Tally(k, x.device, self._drifts)
+            else:
+                self._full.add(key)
+        if key not in self._full:
+            held = self._held.setdefault(key, [])
+            held.append(x.detach())
+            if sum(map(len, held)) * _HELD >= k:
+                self._sum_up(key)
+
+    def _sum_up(self, key: str) -> None:
+        rows = torch.cat(self._held.pop(key))
+        self._tallies[key].add(rows, key)
+
+    def finish(self) -> None:
+        """Sum up what is left of the rows of experts. Raises as :meth:`~lowbit.statistics.Tally.add`."""
+        for key in list(self._held):
+            self._sum_up(key)
+
     def _fits(self, k: int) -> bool:
         used = sum(matrix.nbytes for tally in self._tallies.values() for matrix in tally.matrices)
         return self._limit_bytes is None or not self._tallies or used + (16 if self._drifts else 8) * k * k <= self._limit_bytes
@@ -131,7 +171,8 @@ class Collector:
         device = next((tally.gram.device for tally in self._tallies.values()), torch.device("cpu"))
         # In the order of the model, which is the same everywhere; a layer that heard nothing here adds nothing.
         widths = {name: k for _, _, _, sizes_there in gathered for name, k in sizes_there.items()}
-        observed = [name for name in self._modules if name in widths]
+        keys = [expert_key(name, i) for name, experts in self._experts.items() for i in range(experts.number)]
+        observed = [name for name in (*self._modules, *keys) if name in widths]
         tallies = {name: self._tallies.get(name) or Tally(widths[name], device, self._drifts) for name in observed}
         self._tallies.clear()
         for name in sorted(tallies, key=lambda name: len(tallies[name].absmax)):  # the largest last: each takes half from here on

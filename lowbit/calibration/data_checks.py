@@ -41,8 +41,8 @@ def data_notes(calibration: Calibration, batches: Sequence[Batch], recipe: Recip
         raise ValueError(f"the calibration text makes {tokens} tokens, and {_TEXT} are the least to calibrate on: {_MORE}")
     if kinds is not None and kinds < _KINDS <= tokens:
         raise ValueError(f"the calibration data repeats {kinds} different tokens, and {_KINDS} are the least: {_MORE}")
-    widest = max(needy, key=lambda entry: entry.shape[1])
-    k = widest.shape[1]
+    widest = max(needy, key=lambda entry: entry.shape[-1])
+    k = widest.shape[-1]
     if tokens * _SHARE < k:
         raise ValueError(
             f"{tokens} tokens cannot calibrate {widest.name}, which reads {k} channels: K / {_SHARE} are the least, {_MORE}"

@@ -23,8 +23,7 @@ from ..layers import Layer, replace_module, tied_groups
 from ..planning import FilterFn, planned
 from ..plans import LayerPlan
 from ..recipe import Recipe
-from ..replacement import Replacement
-from ..statistics import Statistics
+from ..replacement import InputStatistics, Replacement
 from ..torch_state import isolated
 from .logits import divergences
 from .sensitivities import Cost, LayerCosts, Sensitivity, named_targets
@@ -110,7 +109,7 @@ class _TrialReplacement(Replacement):
     def _group(self, i: int) -> list[int]:
         return self._groups.get(i, [i])
 
-    def apply(self, i: int, statistics: Statistics | None = None, calibrated: bool = False) -> None:
+    def apply(self, i: int, statistics: InputStatistics = None, calibrated: bool = False) -> None:
         """Try the layer at place ``i``, if anything is to become of it."""
         group = self._group(i)
         if self.entries[i].config is None or group[0] in self._tried:
@@ -119,7 +118,7 @@ class _TrialReplacement(Replacement):
             self._report_progress(f"rounding {self.entries[i].name}", len(self._tried), len(self._places))
         self._tried[group[0]] = {name: self._try(name, i, statistics, calibrated) for name in self._plans}
 
-    def _try(self, name: str, i: int, statistics: Statistics | None, calibrated: bool) -> _Trial:
+    def _try(self, name: str, i: int, statistics: InputStatistics, calibrated: bool) -> _Trial:
         order = [i, *(j for j in self._group(i) if j != i)]  # the one with data decides
         layers = [self._layers[j] for j in order]
         replacement = Replacement(self._model, [self._plans[name][j] for j in order], list(layers))

@@ -17,7 +17,7 @@ from ..checkpoint.inventory import join_name
 from ..embedding import QEmbedding
 from ..linear import QLinear
 from ..plans import LayerPlan
-from ..replacement import round_weight
+from ..rounding import round_weight
 from ..scheme import Scheme
 from ..tensor import QTensor
 

@@ -15,7 +15,8 @@ from ..layers import Layer, replace_module, tied_groups
 from ..planning import planned
 from ..plans import LayerPlan
 from ..recipe import block_counts
-from ..replacement import quantized_layer, replace_layers, round_weight
+from ..replacement import quantized_layer, replace_layers
+from ..rounding import round_weight
 from .default_exclusions import apply_fp32_modules
 from .float_folder import check_codes, check_load
 from .loading_report import Report, missing_report_error, with_load_report

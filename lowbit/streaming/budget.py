@@ -89,14 +89,17 @@ def needs(layers: Sequence[Layer], plan: Plan, batches: Sequence[Batch]) -> list
         sizes = {entry.name: layer.weight.shape[-2:] for entry, layer in block if entry.config is not None}
         if sizes:
             # Layers of one module that read as many channels read the same ones, as a rule.
-            unheard = {entry.name for entry, layer in block if layer.is_parameter}  # whose inputs nobody looks at
-            inputs = {(name.rpartition(".")[0], k) for name, (_, k) in sizes.items() if name not in unheard}
+            heard = {entry.name for entry, layer in block if not layer.is_parameter}
+            inputs = [k for _, k in {(name.rpartition(".")[0], k) for name, (_, k) in sizes.items() if name in heard}]
+            for entry, layer in block:
+                if layer.kind == "experts" and entry.config is not None:
+                    inputs += [entry.shape[-1]] * entry.shape[0]  # each of its own tokens
             copies = 2 if any(entry.config is not None and entry.config.needs_drift for entry, _ in block) else 1
             found.append(
                 Need(
                     weights=copies * sum(layer.weight.nbytes for _, layer in block)
                     + sum(entry.bytes_after for entry, _ in block if entry.config is not None),
-                    matrices=tuple(copies * 8 * k * k for _, k in inputs),
+                    matrices=tuple(copies * 8 * k * k for k in inputs),
                     rounding=max(8 * (k * k + 2 * n * k) for n, k in sizes.values()),
                     batch=copies * 4 * 4 * tokens * max(max(size) for size in sizes.values()),
                 )

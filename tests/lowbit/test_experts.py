@@ -47,10 +47,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm", "lowbit")
 
 
-def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     model, config, settings = MODELS[name]
     torch.manual_seed(0)
-    made = getattr(transformers, model)(getattr(transformers, config)(**settings))
+    made = getattr(transformers, model)(getattr(transformers, config)(**{**settings, **changes}))
     with torch.no_grad():
         for parameter in made.parameters():  # some are made of zeros, or left as memory was
             if parameter.dim() > 1:
@@ -310,21 +310,30 @@ def test_copies_casts_pickles_and_states_keep_experts(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("recipe", ["gptq(int4)", "awq(int4)", "clip(int4)", "hqq(int4)"])
-def test_methods_that_look_at_data_give_way_for_experts_and_the_plan_says_so(recipe: str) -> None:
+def test_plans_say_what_methods_make_of_experts(recipe: str) -> None:
     model = build("gpt_oss")
-    expected = {n: p.detach().clone() for n, p in experts_of(model).items()}
     ids = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(6))
     planned = [layer for layer in lowbit.plan(model, recipe).quantized if layer.kind == "experts"]
     done = [layer for layer in quantize_(model, recipe, calibration=ids).quantized if layer.kind == "experts"]
-    assert planned == done
-    for layer in done:
-        assert layer.config is not None
-        assert any("rounded without" in note for note in layer.notes)
-        if layer.config.rounder == "rtn" and "awq" not in recipe:
-            assert "needs statistics" in layer.reason
-            w = expected[layer.name].transpose(1, 2)
-            assert torch.equal(model.get_parameter(layer.name).transpose(1, 2), QTensor.quantize(w, "int4", method="mse"))
-        assert ("leaves what it reads as it is" in layer.reason) == ("awq" in recipe)
+    wanted = lowbit.Recipe.of(recipe).rules[0].config
+    for before, after in zip(planned, done, strict=True):
+        assert before.config == after.config == wanted
+        assert before.reason == after.reason
+        assert ("leaves what it reads as it is" in after.reason) == ("awq" in recipe)
+        assert after.loss is not None
+        assert ("reached" in " ".join(after.notes)) == (recipe in ("gptq(int4)", "clip(int4)"))  # by 4 * 16 tokens
+
+
+def test_single_parameters_are_rounded_without_data_and_the_plan_says_so() -> None:
+    model = build("mixtral")
+    name = "model.layers.0.mlp.gate.weight"
+    w = model.get_parameter(name).detach().clone()
+    ids = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(6))
+    plan = quantize_(model, {"*.gate.weight": "gptq(int8)", "*": "gptq(int4)"}, calibration=ids)
+    (layer,) = [layer for layer in plan.quantized if layer.name == name]
+    assert "needs statistics" in layer.reason
+    assert any("rounded without" in note for note in layer.notes)
+    assert torch.equal(model.get_parameter(name), QTensor.quantize(w, "int8", method="mse"))
 
 
 def test_sensitivity_leaves_the_model_as_it_was_and_doctor_takes_experts_for_no_bug() -> None:

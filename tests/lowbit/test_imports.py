@@ -67,6 +67,7 @@ RULES: dict[str, tuple[str, ...]] = {
             "lowbit.module_attributes", "lowbit.registration",
             "lowbit.equivalence", "lowbit.layers",
             "lowbit.calibration", "lowbit.calibration.*", "lowbit.replacement", "lowbit.streaming", "lowbit.streaming.*",
+            "lowbit.rounding", "lowbit.expert_rounding",
             "lowbit.mixed_precision", "lowbit.mixed_precision.*", "lowbit.diagnosis", "lowbit.diagnosis.*",
             "lowbit.quantize", "lowbit.planning", "lowbit.plans", "lowbit.recipe", "lowbit.layer_config", "lowbit.api",
             "lowbit.methods", "lowbit.rewrite", "lowbit.rewrites", "lowbit.rewrites.*",
