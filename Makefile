@@ -2,6 +2,7 @@
 #
 #   make demo        quantize the bundled toy model with a dozen schemes, measure each, and write out/demo/report.html
 #   make test        lint, type check and tests, without the slow ones, which it counts
+#   make docs        the site, offline: out/site; make docs-serve shows it while it is written
 #   make test-all    all of it, which evals/results/test_all.json keeps a record of
 #
 # PYTHON picks the interpreter that .venv is made from. PIP_FLAGS goes to every pip call: on a machine without a GPU,
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 SOURCES := $(shell find csrc -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test test-all lint install clean
+.PHONY: demo test test-all docs docs-serve lint install clean
 
 demo: install
 	$(BIN)/lowbit demo --out out/demo $(DEMO_FLAGS)
@@ -29,6 +30,12 @@ test: lint
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --slow --record evals/results/test_all.json $(PYTEST_FLAGS)
+
+docs: install
+	$(BIN)/mkdocs build
+
+docs-serve: install
+	$(BIN)/mkdocs serve
 
 lint: install
 	$(BIN)/ruff check .

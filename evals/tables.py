@@ -96,6 +96,49 @@ def mmlu_table(results: list[dict[str, Any]]) -> str:
     return f"{title}\n\n{_markdown(head, map(row, result['outcomes']))}"
 
 
+def choosing_table(results: list[dict[str, Any]]) -> str:
+    """What schemes cost a pretrained model, and how many times as fast as the float layer one token's product is."""
+    (mmlu,) = results
+    outcomes = {outcome["recipe"]: outcome for outcome in mmlu["outcomes"]}
+    speeds = [json.loads((RESULTS / f"gemv_{machine}.json").read_text(encoding="utf-8")) for machine in ("cpu", "h100")]
+    names = ["CPU, 2 threads, AVX-512", speeds[1]["device"]]
+
+    def row(scheme: str) -> tuple[Any, ...]:
+        outcome, times = outcomes.get(scheme), []
+        for one in speeds:
+            shape = _shape_shown(one)
+            found = [r for r in one["rows"] if (r["n"], r["k"], r["m"], r["scheme"]) == (*shape, 1, scheme)]
+            times.append(f"{found[0]['times_float']:.1f}" if found else "")
+        if outcome is None:
+            return f"`{scheme}`", *[""] * 4, *times
+        d = outcome["tasks"]["mmlu"]["difference"]
+        paired = f"{100 * d['difference']:+.1f} [{100 * d['low']:+.1f}, {100 * d['high']:+.1f}]"
+        kl, perplexity = outcome["divergence"]["kl"], outcome["perplexity"]["value"]
+        return f"`{scheme}`", f"{outcome['bits_per_weight']:.2f}", paired, f"{perplexity:.2f}", f"{kl:.4f}", *times
+
+    head = "scheme |bits a weight|MMLU|perplexity|KL, nats|" + "|".join(f"M = 1, {name}" for name in names)
+    return _markdown(head, (row(scheme) for scheme in ("int8", "nvfp4", "nf4", "int4", "mxfp4", "int3")))
+
+
+def prompts_table(results: list[dict[str, Any]]) -> str:
+    """Products of many rows on a CPU, in shapes of a model: how many times as fast as F.linear in bfloat16."""
+    (result,) = results
+    rows, batches = result["rows"], sorted({r["m"] for r in result["rows"]})
+    cases = list(dict.fromkeys((r["scheme"], r["n"], r["k"]) for r in rows))
+    times: dict[tuple[str, int, int], dict[int, Any]] = {case: {} for case in cases}
+    for r in rows:
+        times[r["scheme"], r["n"], r["k"]][r["m"]] = r
+
+    def row(case: tuple[str, int, int]) -> tuple[Any, ...]:
+        scheme, n, k = case
+        found = [times[case][m] for m in batches]
+        return f"`{scheme}`", f"{n} x {k}", f"`{found[-1]['kernel']}`", *(f"{r['times_float']:.2f}" for r in found)
+
+    title = f"{result['device']}, torch {result['versions']['torch']}, {result['date']}, times F.linear in bfloat16:"
+    head = "scheme |N x K |kernel |" + "|".join(f"M = {m}" for m in batches)
+    return f"{title}\n\n{_markdown(head, map(row, cases))}"
+
+
 def recipes_table(results: list[dict[str, Any]]) -> str:
     """Bundled recipes, and when to pick each."""
     (result,) = results
@@ -388,6 +431,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "demo": demo_table,
     "recipes": recipes_table,
     "mmlu": mmlu_table,
+    "choosing": choosing_table,
     "rounders": rounders_table,
     "few_rows": few_rows_table,
     "accuracy_recovery": accuracy_recovery_table,
@@ -397,15 +441,17 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "quantizing": quantizing_table,
     "gemv": gemv_table,
     "speed": speed_table,
+    "summary": speed_table,
     "generate": generate_table,
     "decoding": decoding_table,
+    "prompts": prompts_table,
     "host": host_table,
     "triton": triton_table,
     "ecosystem": ecosystem_table,
 }
 
 
-SOURCES = {"speed": "gemv"}
+SOURCES = {"speed": "gemv", "summary": "gemv", "choosing": "mmlu"}
 """Tables whose figures go by another name."""
 
 

@@ -51,7 +51,7 @@ def awq(recipe: RecipeLike, **options: Any) -> Recipe:
     inputs' size that is searched on calibration data, so that the weights that matter most lose least.
 
     Args:
-        what: anything that :func:`lowbit.quantize_` takes, with a rounder or without: ``awq(gptq("int3"))``.
+        recipe: anything that :func:`lowbit.quantize_` takes, with a rounder or without: ``awq(gptq("int3"))``.
         options: of the rewrite, as ``lowbit.rewrites.REWRITES["awq"].options`` lists them.
 
     Raises ``ValueError`` for an option that it does not have.

@@ -37,8 +37,8 @@ class Rounder:
             :func:`~lowbit.torch_state.isolated`, whatever the caller has set for torch.
         needs_statistics: whether ``statistics`` may not be None.
         check: ``check(**options)`` raises ``ValueError`` for values that the options cannot take, before any work.
-        needs_drift: ``needs_drift(**options)`` says whether it looks at ``statistics.drift``, which it is then given if it can
-        be.
+        needs_drift: ``needs_drift(**options)`` says whether it looks at ``statistics.drift``, which is then given where
+            it can be.
         uses_statistics: whether ``statistics`` change the result, where there are any.
         rows_per_channel: how many rows of inputs a channel ``statistics`` have to be taken from before they are worth looking at:
             under that, rounding without them errs less on other inputs (``evals/few_rows.py`` measures it). Of an expert that

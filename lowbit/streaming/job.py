@@ -68,7 +68,7 @@ def quantize_folder(
         source: a folder with ``config.json`` and safetensors files. Tensors under names other than the model's (experts one
             by one) are written anew first, in the memory that transformers takes to load them one at a time.
         output: where the model, its configuration and its tokenizer go, as :func:`lowbit.save` does it.
-        what, calibration, device, progress: as those of :func:`lowbit.quantize_`.
+        recipe: as that of :func:`lowbit.quantize_`; so are ``calibration``, ``device`` and ``progress``.
         max_memory: bytes, or a text such as ``"8GB"``, that the work may take beside the interpreter.
         resume: a folder for what is finished. A job that was killed, called again with the same arguments, goes on from there
             and ends in the same bytes; the folder is removed at the end. By default one beside ``output``, which is removed
