@@ -14,7 +14,7 @@ from .tables import RESULTS
 
 __all__ = ["picture"]
 
-_BELOW = {"nf4", "mxfp4"}  # names that stand below their points, where others are near
+_LEFT = {"int4", "nf4"}  # names that stand left of their points, where others are near
 
 
 def picture() -> str:
@@ -37,12 +37,13 @@ def picture() -> str:
         axes.annotate("bf16", (size["float"], 0.3), textcoords="offset points", xytext=(-6, 0), ha="right", color="#888888")
         for name, x, y in points:
             axes.plot(x, y, "o", color="#1f6feb")
-            below = name in _BELOW
-            axes.annotate(name, (x, y), textcoords="offset points", xytext=(8, -12 if below else 4))
+            left = name in _LEFT
+            place = {"textcoords": "offset points", "xytext": (-8 if left else 8, -4), "ha": "right" if left else "left"}
+            axes.annotate(name, (x, y), **place)
         axes.set_xlim(0.8, size["float"] + 0.15)
         axes.set_ylim(0.001, 1)
         axes.set_xlabel(f"GB on disk, {result['model']}")
-        axes.set_ylabel("KL from the float model, nats a token")
+        axes.set_ylabel("KL divergence, nats a token")
         axes.grid(alpha=0.25)
         figure.savefig(out, format="svg", metadata={"Date": None})
         pyplot.close(figure)

@@ -27,6 +27,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return re.sub(r"^::: lowbit\.(\w+)$", lambda match: _block(match[1]), markdown, flags=re.MULTILINE)
 
 
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Roles of docstrings as what they name: ``:class:`~lowbit.Plan``` is Plan."""
+    if not page.file.src_uri.startswith("reference/"):
+        return html
+    shown = lambda match: f"<code>{match[2].rpartition('.')[2] if match[1] else match[2]}</code>"  # noqa: E731
+    return re.sub(r":(?:class|func|meth|mod|data|attr):\s*<code>(~?)([\w.]+)</code>", shown, html)
+
+
 def _block(name: str) -> str:
     import lowbit
 
