@@ -57,6 +57,20 @@ class Environment:
         return asdict(self)
 
     def __str__(self) -> str:
+        """Five lines: versions, processor, GPU, and of which kernels how many are ready."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if name != "safetensors")
+        gpus = ", ".join(f"{gpu['name']} (sm_{gpu['arch']}, {gpu['memory'] / 2**30:.0f} GiB)" for gpu in self.gpus)
+        cpu = f"{self.cpu['name']}, {self.cpu['threads']} threads, {self.cpu['system']}"
+        lines = [versions, f"{'CPU':8}{cpu}", f"{'GPU':8}{gpus or 'none that torch sees'}"]
+        for kind in ("cpu", "cuda", "triton"):
+            rows = [row for row in self.kernels if row.name.startswith(f"{kind}_") and not row.on_request]
+            ready = sum(row.missing is None for row in rows)
+            reason = "" if ready == len(rows) else f": {next(row.missing for row in rows if row.missing)}"
+            lines.append(f"{kind:8}{ready} of {len(rows)} kernels ready{reason}")
+        return "\n".join(lines)
+
+    def details(self) -> str:
+        """Everything: each version, the instruction sets, and each kernel with what is missing for it."""
         lines = [f"{name:14}{version}" for name, version in self.versions.items()]
         sets = " ".join(self.cpu["instruction_sets"]) or "instruction sets unknown"
         lines.append(f"{'cpu':14}{self.cpu['name']}, {self.cpu['threads']} threads, {self.cpu['system']} ({sets})")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .layer_config import LayerConfig
+from .layer_groups import elided, grouped
 from .recipe import Recipe
 from .rewrites.rescale_record import Rescaled
 
@@ -89,6 +91,28 @@ class Plan:
             "calibration": self.calibration,
         }
 
+    def summary(self, width: int = 80) -> str:
+        """Like layers as one, in lines of ``width`` characters: ``str(plan)`` has a line for each layer."""
+        lines = []
+        for name, group in grouped(self.layers, lambda layer: layer.name, _alike):
+            layer, count = group[0], f"{len(group)} x " if len(group) > 1 else ""
+            shape = count + " x ".join(map(str, layer.shape))
+            lines.append(f"{elided(name, width - len(shape) - 2):{width - len(shape) - 2}}  {shape}")
+            if layer.config is None:
+                lines.append(elided(f"    stays {layer.dtype}: {layer.reason}", width))
+                continue
+            before, after = (sum(getattr(one, field) for one in group) for field in ("bytes_before", "bytes_after"))
+            lines.append(
+                elided(f"    {layer.config}, {layer.bits_per_weight:.2f} bits, {_size(before)} -> {_size(after)}", width)
+            )
+            losses = [one.loss for one in group if one.loss is not None]
+            if losses:
+                lines.append(elided(f"    loss {min(losses):.1e} to {max(losses):.1e}", width))
+            for kernel in dict.fromkeys(layer.kernels.values()):
+                at = ", ".join(str(m) for m, other in layer.kernels.items() if other == kernel)
+                lines.append(elided(f"    M = {at}: {kernel}", width))
+        return "\n".join([*lines, *self._ending()])
+
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=0)
         lines = []
@@ -107,6 +131,10 @@ class Plan:
                 f"{layer.name:{width}}  {shape:>12}  {layer.config}, {layer.bits_per_weight:.2f} bits, "
                 f"{layer.bytes_before:,} -> {layer.bytes_after:,} bytes, {kernels}{tied}"
             )
+        return "\n".join([*lines, *self._ending()])
+
+    def _ending(self) -> list[str]:
+        lines = []
         if self.recipe.rewrites:
             lines.append(f"rewritten before: {', '.join(map(str, self.recipe.rewrites))}")
         lines += self.notes
@@ -115,4 +143,16 @@ class Plan:
             f"{len(self.quantized)} of {len(self.layers)} layers quantized, "
             f"{self.bytes_before:,} -> {self.bytes_after:,} bytes ({ratio:.2f} times smaller)"
         )
-        return "\n".join(lines)
+        return lines
+
+
+def _alike(layer: LayerPlan) -> Hashable:
+    """What layers of one line of a summary have in common."""
+    return layer.shape, layer.dtype, str(layer.config), layer.reason, tuple(layer.kernels.items()), layer.layout
+
+
+def _size(size: int) -> str:
+    for unit, of in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= of:
+            return f"{size / of:.1f} {unit}"
+    return f"{size} bytes"

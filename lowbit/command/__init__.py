@@ -1,5 +1,5 @@
 """The command line: ``lowbit demo``, ``plan``, ``quantize``, ``inspect``, ``sensitivity``, ``allocate``,
-``doctor``, ``eval``, ``report``, ``bench``, ``tune``, ``env``, ``formats``.
+``doctor``, ``eval``, ``report``, ``bench``, ``tune``, ``env``, ``list``.
 
 Results go to stdout (with ``--json`` nothing but JSON, an error as well), everything else to stderr. Exit codes: 0 for
 success; 1 for work that failed (damaged files, a recipe that does not fit the model, a full disk) or whose output nobody read
@@ -25,7 +25,7 @@ from .demonstration import demo
 from .diagnosing import doctor
 from .evaluation import evaluate
 from .inspection import inspect
-from .listings import env, formats
+from .listings import env, listing
 from .mixed_precision import allocate, sensitivity
 from .planning import plan
 from .quantizing import quantize
@@ -37,7 +37,7 @@ __all__ = ["app", "main", "run"]
 _INTERRUPTED = 130
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
 
-app = typer.Typer(name="lowbit", add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="lowbit", add_completion=True, pretty_exceptions_enable=False)
 for name, function in (
     ("demo", demo),
     ("plan", plan),
@@ -50,10 +50,10 @@ for name, function in (
     ("report", report),
     ("tune", tune),
     ("env", env),
-    ("formats", formats),
 ):
     app.command(name)(function)
 app.add_typer(bench, name="bench")
+app.add_typer(listing, name="list")
 
 
 def _print_version(wanted: bool) -> None:

@@ -87,13 +87,21 @@ def _layer(name: str, entry: Entry) -> dict[str, Any]:
 def _print(data: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from lowbit.layer_groups import grouped
+
     table = Table("layer", "kind", "shape", "scheme")
     table.add_column("bits", justify="right")
     table.add_column("bytes", justify="right")
-    for layer in data["layers"]:
+
+    def alike(layer: dict[str, Any]) -> tuple[Any, ...]:
+        return layer["kind"], tuple(layer["shape"]), layer["scheme"], layer["activation"]
+
+    for name, group in grouped(data["layers"], lambda layer: str(layer["name"]), alike):
+        layer, count = group[0], f"{len(group)} x " if len(group) > 1 else ""
         scheme = layer["scheme"] + ("" if layer["activation"] is None else f", x {layer['activation']}")
-        shape = "x".join(map(str, layer["shape"]))
-        table.add_row(layer["name"], layer["kind"], shape, scheme, f"{layer['bits_per_weight']:.3f}", f"{layer['bytes']:,}")
+        shape = count + "x".join(map(str, layer["shape"]))
+        size = sum(one["bytes"] for one in group)
+        table.add_row(name, layer["kind"], shape, scheme, f"{layer['bits_per_weight']:.3f}", f"{size:,}")
     model = data["model"].get("class", "a model")
     print(f"{data['path']}: {model}, version {data['version']} of the format")
     for name, size in data["files"].items():

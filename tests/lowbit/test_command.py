@@ -152,18 +152,50 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert kernels["reference_linear"] is None
     assert run(["env"]) == 0
     assert capsys.readouterr().out == f"{lowbit.env()}\n"
+    assert len(str(lowbit.env()).splitlines()) <= 6
+    assert run(["env", "--kernels"]) == 0
+    assert "reference_linear" in capsys.readouterr().out
     if not torch.cuda.is_available():
         assert all(kernels[name] for name in kernels if "cuda" in name)
 
 
-def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
-    found = parsed(capsys, "formats")
-    assert found["formats"].keys() == lowbit.FORMATS.keys()
-    assert found["formats"]["fp8_e5m2"]["values"][-1] == "nan"
-    assert found["schemes"]["int4"] == "uint4:g128:zint:bf16"
-    assert run(["formats"]) == 0
-    printed = capsys.readouterr().out
-    assert [name for name in (*lowbit.FORMATS, *lowbit.SCHEMES) if name not in printed] == []
+def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    formats = parsed(capsys, "list", "formats")
+    assert formats.keys() == lowbit.FORMATS.keys()
+    assert formats["fp8_e5m2"]["values"][-1] == "nan"
+    assert parsed(capsys, "list", "schemes")["int4"]["scheme"] == "uint4:g128:zint:bf16"
+    assert parsed(capsys, "list", "methods")["gptq"]["options"]["damping"] == 0.01
+    assert "cpu_laptop" in parsed(capsys, "list", "recipes")
+    assert "reference_linear" in {kernel["name"] for kernel in parsed(capsys, "list", "kernels")}
+    names = {
+        "formats": lowbit.FORMATS,
+        "schemes": lowbit.SCHEMES,
+        "methods": ("rtn", "gptq", "awq", "damping=0.01", "act_order=true"),
+        "recipes": ("four_bits_calibrated",),
+        "kernels": ("cpu_gemv",),
+    }
+    for what, expected in names.items():
+        assert run(["list", what]) == 0
+        printed = capsys.readouterr().out
+        assert [name for name in expected if name not in printed] == []
+
+
+def test_a_plan_of_many_layers_is_short_and_fits_80_columns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert run(["plan", str(tmp_path), "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 40
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("model.layers.0-11.mlp.up_proj ") and line.endswith("12 x 128 x 64") for line in lines)
+    assert run(["plan", str(tmp_path), "--device", "cpu", "--layers"]) == 0
+    assert "model.layers.7.mlp.up_proj" in capsys.readouterr().out
+    assert run(["quantize", str(tmp_path), "-o", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert run(["inspect", str(tmp_path / "out")]) == 0
+    assert "model.layers.0-11.mlp.up_proj" in capsys.readouterr().out
 
 
 def test_demo(
@@ -316,7 +348,7 @@ def test_no_arguments_is_bad_usage_with_help(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_reader_that_goes_away() -> None:
-    program = "from lowbit.command import main; import sys; sys.argv = ['lowbit', 'formats', '--json']; main()"
+    program = "from lowbit.command import main; import sys; sys.argv = ['lowbit', 'list', 'formats', '--json']; main()"
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None

@@ -28,6 +28,7 @@ RULES: dict[str, tuple[str, ...]] = {
         "lowbit.version",
     ),
     "lowbit.version": (),
+    "lowbit.layer_groups": (),
     "lowbit.plugins": (),
     "lowbit.catalog": ("lowbit.plugins",),
     "lowbit.decoding": (),
