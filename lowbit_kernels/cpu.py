@@ -26,7 +26,9 @@ from .registry import Call, Kernel, register
 _ROWS = 64  # of x that a kernel takes at once
 
 __all__ = [
+    "GEMV",
     "SPLIT_INT8",
+    "SPLIT_INT8X2",
     "are_integers",
     "are_small_integers",
     "available",
@@ -175,15 +177,14 @@ SPLIT_INT8 = Kernel(
     tiles=((4, 4, 128), (2, 8, 256)),
     available=_split_int8_available,
 )
-register(
-    replace(
-        SPLIT_INT8,
-        name="cpu_split_int8x2_gemv",
-        run=split_int8x2_gemv,
-        contract="split-int8 (2 limbs)",
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
-    )
+SPLIT_INT8X2 = replace(
+    SPLIT_INT8,
+    name="cpu_split_int8x2_gemv",
+    run=split_int8x2_gemv,
+    contract="split-int8 (2 limbs)",
+    dtypes=frozenset({torch.bfloat16, torch.float16}),
 )
+register(SPLIT_INT8X2)
 register(SPLIT_INT8)
 
 
@@ -237,17 +238,16 @@ register(
         predicate=refuse_activation,
     )
 )
-register(
-    Kernel(
-        "cpu_gemv",
-        "linear",
-        linear,
-        "exact",
-        devices=frozenset({"cpu"}),
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        m=(1, _ROWS),
-        defer_to=_defer_to(lambda bits: 3, {"avx512": 32, "avx2": 24, "portable": 8}),
-        tiles=((8, 8, 32),),
-        available=available,
-    )
+GEMV = Kernel(
+    "cpu_gemv",
+    "linear",
+    linear,
+    "exact",
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    m=(1, _ROWS),
+    defer_to=_defer_to(lambda bits: 3, {"avx512": 32, "avx2": 24, "portable": 8}),
+    tiles=((8, 8, 32),),
+    available=available,
 )
+register(GEMV)

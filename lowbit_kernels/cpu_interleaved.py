@@ -19,7 +19,17 @@ from .interleaved import ROWS, rows
 from .prepared_call import Product, SchemeBound
 from .registry import Call, Kernel, register
 
-__all__ = ["dequantize", "split_int8_gemv", "bf16_dot_gemm", "embedding", "dequant_gemm", "quantized_linear", "split_int8x2_gemv"]
+__all__ = [
+    "FEW",
+    "FEW_X2",
+    "dequantize",
+    "split_int8_gemv",
+    "bf16_dot_gemm",
+    "embedding",
+    "dequant_gemm",
+    "quantized_linear",
+    "split_int8x2_gemv",
+]
 
 
 @SchemeBound
@@ -90,7 +100,7 @@ def _is_interleaved(fmt: Format) -> bool:
 
 
 _FORMATS = FormatSet(_is_interleaved)
-_FEW = replace(
+FEW = replace(
     SPLIT_INT8,
     name="cpu_interleaved_split_int8x3_gemv",
     run=split_int8_gemv,
@@ -117,17 +127,18 @@ _MANY = Kernel(
     tiles=((16, ROWS, 32),),
     available=available,
 )
+FEW_X2 = replace(
+    FEW,
+    name="cpu_interleaved_split_int8x2_gemv",
+    run=split_int8x2_gemv,
+    contract="split-int8 (2 limbs)",
+    dtypes=frozenset({torch.bfloat16, torch.float16}),
+)
 for _row in (
+    FEW_X2,
+    FEW,
     replace(
-        _FEW,
-        name="cpu_interleaved_split_int8x2_gemv",
-        run=split_int8x2_gemv,
-        contract="split-int8 (2 limbs)",
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
-    ),
-    _FEW,
-    replace(
-        _FEW,
+        FEW,
         name="cpu_interleaved_a8_gemv",
         op="quantized_linear",
         run=quantized_linear,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lowbit
 from lowbit import QTensor, quantize_
 from tests import ROOT
+from tests.support.accuracy import linear_bound
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -352,3 +353,30 @@ def test_sensitivity_leaves_the_model_as_it_was_and_doctor_takes_experts_for_no_
     quantize_(quantized, lowbit.allocate(found, bits=6.0, by="kl"))
     assert isinstance(experts_of(quantized)["model.layers.0.mlp.experts.down_proj"], QTensor)
     assert [f for f in lowbit.doctor(quantized, model, ids).findings if "experts" in f.layer] == []
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8", "int3", "mxfp4", "nf4"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_products_with_all_experts_run_on_a_row_of_the_cpu_that_reads_the_chosen(scheme: str, biased: bool) -> None:
+    """The weights of the others are NaN: a result that is a number has not read them."""
+    generator = torch.Generator().manual_seed(0)
+    w = QTensor.quantize(torch.randn(8, 64, 128, generator=generator), scheme)
+    x = torch.zeros(8, 3, 128)
+    x[2, 1], x[5] = torch.randn(128, generator=generator), torch.randn(3, 128, generator=generator)
+    bias = torch.randn(8, 64, generator=generator) if biased else None
+    wide, dense = x.double(), w.dequantize().double()
+    shift = None if bias is None else bias[:, None].double()
+    want = wide @ dense.mT + (0 if shift is None else shift)
+    unread = [e for e in range(8) if e not in (2, 5)]
+    scale = w.scale.clone()
+    if scale.is_floating_point():
+        scale[unread] = torch.nan
+    parts = (w.packed, scale, w.zero_point, w.outer, bias, str(w.scheme), w.byte_layout)
+    with lowbit.trace_kernels() as trace:
+        y = torch.ops.lowbit.grouped_linear(x, *parts)
+    (ran,) = trace.counts
+    assert ran.kernel.startswith("cpu_grouped")
+    assert bool(((y.double() - want).abs() <= linear_bound(ran.contract, wide, dense, shift, want, x.dtype)).all())

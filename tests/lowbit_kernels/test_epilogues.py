@@ -96,10 +96,10 @@ def test_a_product_ends_in_a_function(row, name, biased):
 def test_experts_end_in_a_function(row, name):
     torch.manual_seed(0)
     scheme, dtype = scheme_for(row), dtype_for(row)
-    q = QTensor.quantize(torch.randn(2, 16, 256, dtype=dtype), scheme)
-    checked(
-        row, "grouped_linear", name, torch.randn(2, 3, 256).to(dtype) / 8, q, torch.linspace(-3, 3, 32).reshape(2, 16).to(dtype)
-    )
+    n = max(16, row.multiples[0])
+    q = QTensor.quantize(torch.randn(2, n, 256, dtype=dtype), scheme)
+    bias = torch.linspace(-3, 3, 2 * n).reshape(2, n).to(dtype)
+    checked(row, "grouped_linear", name, torch.randn(2, 3, 256).to(dtype) / 8, q, bias)
 
 
 SCHEMES = (
