@@ -43,7 +43,7 @@ def fuse_(model: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
     ``input_scale``. Eager layers on a CPU are never multiplied at once: that takes as long as their own products do.
 
     On a CPU a decoder layer of Llama, Qwen2, Qwen3 or Mistral, or of a model that runs the same code, steps as one call, and all
-    layers of a model together, where products go by digits: up to 16 tokens behind others of a dynamic or a static cache, without
+    layers of a model together, by split-int8 products: up to 16 tokens behind others of a dynamic or a static cache, without
     gradients, with ``sdpa`` attention. It rounds where the modules round, and sums norms and attention in another order. Hooks
     within the layer, modules or weights that were exchanged, other caches, other attention and what looks at operators have its
     modules run, as before; ``lowbit.trace_kernels`` shows both, and why. A copy of the model runs its modules until it is fused.

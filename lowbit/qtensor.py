@@ -324,10 +324,10 @@ class QTensor(torch.Tensor):
         return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        turned = ", transposed" if self.transposed else ""
+        suffix = ", transposed" if self.transposed else ""
         return (
             f"QTensor({tuple(self.shape)}, {self.scheme}, {self.bits_per_weight:.3f} bits a weight, "
-            f"dtype={self.dtype}, device={self.device}{turned})"
+            f"dtype={self.dtype}, device={self.device}{suffix})"
         )
 
     # ---- torch.distributed ------------------------------------------------------------------------------------

@@ -192,8 +192,8 @@ def _rebuilt(
     layout: str = "canonical",
     dtype: torch.dtype | None = None,
 ) -> QTensor:
-    turned = like.transposed if transposed is None else transposed
-    return _assemble(parts, like.scheme, shape, dtype or like.dtype, layout, turned)
+    is_transposed = like.transposed if transposed is None else transposed
+    return _assemble(parts, like.scheme, shape, dtype or like.dtype, layout, is_transposed)
 
 
 @implements(ATEN, aten.slice.Tensor)

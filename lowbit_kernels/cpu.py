@@ -1,8 +1,8 @@
-"""Rows for what csrc compiles for the CPU: linear for few rows of x, from the canonical packing.
+"""Rows for the CPU library of csrc: products for few rows of x, from the canonical packing.
 
-The library is loaded when a call first asks for it. It takes a format and the format of the scales as tables of
-numbers, so it runs every format, those that are added at run time too. Where the processor has AVX2 or AVX-512, weights
-whose numbers are small integers times a power of two are multiplied with limbs of x.
+The library is loaded when a call first asks for it. It receives formats and scale formats as tables of values, so it runs every
+format, also those that are added at run time. With AVX2 or AVX-512, weights whose values are small integers times a power of two
+run on split-int8 kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .build import CPU
 from .prepared_call import Product, SchemeBound, direct, prepared
 from .registry import Call, Kernel, register
 
-_ROWS = 64  # of x that a kernel takes at once
+_ROWS = 64  # rows of x that a kernel takes in one call
 
 __all__ = [
     "GEMV",
@@ -54,8 +54,9 @@ _tables: dict[str, tuple[Format, Tensor]] = {}
 
 
 def number_table(name: str) -> Tensor:
-    """The numbers of a format, float32 [2**bits]. Kept by name, because hashing 256 numbers takes as long as a small
-    layer; a name that came to mean another format is looked up anew."""
+    """The values of a format, float32 [2**bits]. Cached by name, since hashing 256 values takes as long as a small layer; the
+    cache is cleared where a name comes to mean another format.
+    """
     known = _tables.get(name)
     if known is None or known[0] is not FORMATS[name]:
         with torch.inference_mode(False), torch.no_grad():
@@ -64,14 +65,14 @@ def number_table(name: str) -> Tensor:
 
 
 def byte_table(name: str) -> Tensor:
-    """A number for each byte, float32 [256]: scales take one each, however few bits their codes have."""
+    """The values of a scale format by byte, float32 [256]; a scale takes a byte, however few bits its code has."""
     values = number_table(name)
     return torch.nn.functional.pad(values, (0, 256 - values.numel())) if values.numel() < 256 else values
 
 
 @SchemeBound
 def linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times x in float32, rounded once at the end."""
+    """``x @ W.T + bias`` for few rows of ``x``: fp32 sums of the exact weights, rounded once."""
     multiply, args = direct(torch.ops.lowbit_cpu.linear.default), operator_args(scheme)
 
     def product(
@@ -84,31 +85,31 @@ def linear(scheme: Scheme) -> Product:
 
 @SchemeBound
 def split_int8_gemv(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times three limbs of ``x``."""
+    """``x @ W.T + bias`` for few rows of ``x`` by three int8 limbs of ``x``."""
     return split_int8(scheme, 3)
 
 
 @SchemeBound
 def split_int8x2_gemv(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times two limbs of ``x``."""
+    """``x @ W.T + bias`` for few rows of ``x`` by two int8 limbs of ``x``."""
     return split_int8(scheme, 2)
 
 
 def operator_args(scheme: Scheme) -> tuple[Tensor, Tensor | None, int]:
-    """What the operators are told of a scheme: the numbers of the codes and of scales that are codes, and the group size."""
+    """Arguments of the operators that follow from a scheme: values of codes, values of coded scales or None, group size."""
     scales = None if scheme.scale in PLAIN_SCALES else byte_table(scheme.scale)
     return number_table(scheme.format), scales, scheme.group_size
 
 
 def split_int8(scheme: Scheme, limbs: int, interleaved: bool = False) -> Product:
-    """The product by so many limbs of ``x``, of weights that are canonical or interleaved."""
+    """The product by ``limbs`` limbs of ``x``, of canonical or interleaved weights."""
     ops = torch.ops.lowbit_cpu
     linear, check, launch = ops.split_int8_gemv.default, ops.split_int8_gemv_prepare.default, ops.prepared_linear.default
     return prepared(linear, check, launch, *operator_args(scheme), limbs, interleaved=interleaved)
 
 
 def _split_int8_available() -> str | None:
-    """Why this processor cannot multiply limbs, with the remedy; None if it can."""
+    """Why this processor has no split-int8 kernels, with the remedy; None if it has."""
     if (missing := CPU.missing()) is not None:
         return missing
     if torch.ops.lowbit_cpu.supports_split_int8(number_table("int8"), False):
@@ -119,14 +120,14 @@ def _split_int8_available() -> str | None:
 
 
 def _columns_per_lane(bits: int) -> int:
-    """Columns whose products one sum of the kernel holds: it takes as many at a time as make the widest plane four
-    bytes for each sum."""
+    """Columns that one int32 lane sums in a step: a step is as wide as four bytes of the widest plane for each lane."""
     return 4 * (8 >> (bits.bit_length() - 1))
 
 
 def are_small_integers(fmt: Format) -> bool:
-    """Whether numbers are integers of a byte times a power of two, such that the sums of a lane hold in 32 bits: a table only
-    for six bits or fewer and of no more than 127, and 512 times the 22 bits of x at most."""
+    """Whether values are integers of a byte times a power of two whose sums fit in int32: |code| summed over a lane is at most
+    512, times 22 bits of x. Tables only up to six bits and 127.
+    """
     values = tuple(map(float, fmt.values))
     if fmt.bits < 2 or not all(map(math.isfinite, values)):
         return False
@@ -137,13 +138,14 @@ def are_small_integers(fmt: Format) -> bool:
 
 
 def are_integers(fmt: Format) -> bool:
-    """Whether numbers are those of two's complement, or of codes without a sign, times 1 to 2**-8."""
+    """Whether values are those of two's complement or unsigned codes, times 1 to 2**-8."""
     return fmt.decoding.kind == INTEGERS and 2**-8 <= fmt.decoding.factor <= 1
 
 
 def _defer_to(bf16_dot_from: Callable[[int], int], dequant_above: dict[str, int]) -> Callable[[Call], str | None]:
-    """The row that is faster for many rows of x: for ``bf16_dot_from(bits)`` rows of bfloat16 and more where the
-    processor has dot products of it; for more of float32 than ``dequant_above`` says of the instruction set."""
+    """The ``defer_to`` of split-int8 rows: to dot products of bfloat16 from ``bf16_dot_from(bits)`` rows of x on, where the
+    processor has them; to the dequantizing GEMM above ``dequant_above[instruction set]`` rows of float32.
+    """
 
     def row(call: Call) -> str | None:
         instructions = torch.ops.lowbit_cpu.instructions()
@@ -157,8 +159,7 @@ def _defer_to(bf16_dot_from: Callable[[int], int], dequant_above: dict[str, int]
 
 
 def _bf16_dot_crossover(bits: int) -> int:
-    """Rows of bfloat16 from which dot products of it take less time than limbs: the more, the longer codes take to become
-    numbers of 16 bits beside products, and the more limbs meet in one register of codes."""
+    """Rows of bfloat16 x from which dot products of bfloat16 are faster than limbs, as measured."""
     return {8: 12, 4: 14, 3: 24, 2: 24}.get(bits, 15)
 
 
@@ -190,12 +191,12 @@ register(SPLIT_INT8)
 
 @SchemeBound
 def quantized_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one limb."""
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integer sums, one limb."""
     return int8_activations(scheme)
 
 
 def int8_activations(scheme: Scheme, interleaved: bool = False) -> Product:
-    """The product of :func:`quantized_linear`, of weights that are canonical or interleaved."""
+    """The product of :func:`quantized_linear`, of canonical or interleaved weights."""
     multiply = split_int8(scheme, 1, interleaved)
 
     def product(
@@ -220,7 +221,7 @@ def refuse_activation(call: Call) -> str | None:
 
 
 def _defer_panels(call: Call) -> str | None:
-    """The row for as many rows of x as take less time by products of panels."""
+    """The row with dequantized or int8 panels, faster for more than 16 rows of x."""
     if call.m <= 16:
         return None
     return "cpu_w8a8_dot_gemm" if CPU.missing() is None and torch.ops.lowbit_cpu.has_int8_dot() else "cpu_w8a8_gemm"

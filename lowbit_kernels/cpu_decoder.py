@@ -1,8 +1,8 @@
-"""A step of few tokens through whole decoder layers on a CPU: its products by limbs, and what lies between them, in one call.
+"""A step of a few tokens through decoder layers on a CPU in one call: split-int8 products and everything between them.
 
-Each product is one of the rows of :mod:`.cpu` and :mod:`.cpu_interleaved`, and everything between them is rounded to the dtype of
-``x`` where torch's modules round it, so that a step differs from those in the order of its sums alone: norms and attention in
-float32. :func:`reference_step` says the same in torch.
+Each product is a row of :mod:`.cpu` or :mod:`.cpu_interleaved`. Everything between is rounded to the dtype of ``x`` where torch's
+modules round, so a step differs from them only in the order of fp32 sums in norms and attention. :func:`reference_step` is the
+same in torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .registry import Kernel
 __all__ = ["LARGEST_HEAD", "Layer", "Product", "available", "prepared", "reference_step", "steps"]
 
 LARGEST_HEAD = 256
-# (limbs of x, whether the weight is interleaved) of the rows that a step multiplies with.
+# Row name: (limbs of x, whether it reads interleaved weights).
 _ROWS = {
     "cpu_split_int8x2_gemv": (2, False),
     "cpu_split_int8x3_gemv": (3, False),
@@ -36,7 +36,7 @@ _ROWS = {
 
 
 def available() -> str | None:
-    """Why the C++ library has no such step, with the remedy; None if it has."""
+    """Why the C++ library has no decoder step, with the remedy; None if it has."""
     if (missing := library_available()) is not None:
         return missing
     return (
@@ -46,7 +46,7 @@ def available() -> str | None:
 
 @dataclass(frozen=True)
 class Product:
-    """A weight [N, K] in the parts that operators take, with its ``bias`` and the fixed scale of its ``x``."""
+    """The parts of a weight [N, K], its ``bias`` and the static scale of its ``x``."""
 
     packed: Tensor
     scale: Tensor
@@ -60,8 +60,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Layer:
-    """The seven products (query, key, value, output, gate, up, down), the weights of the norms (before attention, before gate,
-    and of each head's query and key where they have some) with their ``eps``, the heads and what scores are multiplied by."""
+    """Seven products (query, key, value, output, gate, up, down), norm weights (before attention, before the MLP and, where heads
+    have norms, of query and key heads) with their ``eps``, the numbers of heads, and the factor of the scores.
+    """
 
     products: tuple[Product, ...]
     norms: tuple[Tensor, ...]
@@ -73,9 +74,10 @@ class Layer:
 
 
 def prepared(layer: Layer, kernels: Sequence[Kernel]) -> tuple[Tensor, ...] | None:
-    """``layer`` as :func:`steps` takes it, behind what has to be kept with it, as the tensors of ``layer`` have.
+    """``layer`` checked once, for :func:`steps`, together with the tensors that must stay alive.
 
-    None where one of ``kernels``, which the products run on, is not by limbs, or a weight cannot be read where it lies."""
+    None where one of ``kernels``, which the products run on, is not split-int8, or a weight would have to be copied.
+    """
     made = []
     for product, kernel in zip(layer.products, kernels, strict=True):
         if kernel.name not in _ROWS:
@@ -106,11 +108,12 @@ def steps(
     places: int,
     mask: Tensor | None,
 ) -> Tensor | str:
-    """``x`` [B, T, K] through ``layers``; or why not: numbers without limbs (NaN, infinity), or tensors that do not fit.
+    """``x`` [B, T, K] through ``layers``; or the reason why not: values without limbs (NaN, infinity), or tensors that do not
+    fit.
 
-    ``turns``: cosines and sines [B or 1, T, D]. ``keys`` and ``values`` of each layer [B, H, P, D], in which those of ``x`` are
-    written from place ``past`` on, and whose first ``places`` are looked at, as far as ``mask`` [B or 1, 1, T or 1, places] lets
-    them be."""
+    ``turns``: cosines and sines [B or 1, T, D]. ``keys``, ``values``: caches [B, H, P, D] of each layer; those of ``x`` are
+    written from position ``past`` on, and attention reads the first ``places`` as ``mask`` [B or 1, 1, T or 1, places] allows.
+    """
     y: Tensor = direct(torch.ops.lowbit_cpu.decoder_steps.default)(x, list(layers), *turns, keys, values, past, places, mask)
     if (dimensions := y.dim()) == 3:
         return y
@@ -130,7 +133,7 @@ def reference_step(
     places: int,
     mask: Tensor | None,
 ) -> Tensor:
-    """:func:`steps` of one layer in the dtype of ``x``, of any, with ``weights`` [N, K] instead of those of its products."""
+    """:func:`steps` of one layer in the dtype of ``x`` with dequantized ``weights`` [N, K]."""
     biases = [None if product.bias is None else product.bias.to(x.dtype) for product in layer.products]
     norms = [norm.to(x.dtype) for norm in layer.norms]
     batch, tokens, _ = x.shape

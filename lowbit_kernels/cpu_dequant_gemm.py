@@ -1,5 +1,6 @@
-"""Rows for many rows of x on the CPU: a panel of the weight, small enough for the cache, as numbers. Torch multiplies it, or the
-processor's own dot products of bfloat16 do."""
+"""Rows for many rows of x on the CPU: a panel of the weight that fits the cache is dequantized, then multiplied by torch or by
+the processor's own dot products.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ from .registry import Kernel, register
 
 __all__ = ["dequantize", "bf16_dot_gemm", "embedding", "int8_dot_gemm", "int8_mm", "dequant_gemm"]
 
-_FEW = 16  # columns whose integer products are exact in fp32 too
-_PANEL = 1 << 21  # weights: 4 MiB in 16 bits, so that what a product costs to begin is little beside it
+_FEW = 16  # up to so many columns integer products are exact in fp32 too
+_PANEL = 1 << 21  # weights in a panel: 4 MiB in 16 bits, so that the fixed cost of a product is small beside it
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
 def _fill(scheme: Scheme, interleaved: bool = False) -> Fill:
-    """``fill(out, packed, scale, zero_point, outer)`` writes rows of a weight into ``out`` [N, K]."""
+    """``fill(out, packed, scale, zero_point, outer)`` dequantizes a weight into ``out`` [N, K]."""
     args, operator = operator_args(scheme), torch.ops.lowbit_cpu.dequantize.default
 
     def fill(out: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None) -> None:
@@ -45,12 +46,12 @@ def _row_blocks(rows: int, k: int) -> Iterator[slice]:
 
 @SchemeBound
 def dequant_gemm(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``, a panel of rows at a time."""
+    """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``, one panel of rows at a time."""
     return dequant_gemm_product(scheme)
 
 
 def dequant_gemm_product(scheme: Scheme, interleaved: bool = False) -> Product:
-    """The product of :func:`dequant_gemm`, of weights that are canonical or interleaved."""
+    """The product of :func:`dequant_gemm`, of canonical or interleaved weights."""
     fill = _fill(scheme, interleaved)
 
     def product(
@@ -76,12 +77,12 @@ def dequant_gemm_product(scheme: Scheme, interleaved: bool = False) -> Product:
 
 @SchemeBound
 def bf16_dot_gemm(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` with the weight dequantized to bfloat16, some rows at a time, on the processor's dot products of it."""
+    """``x @ W.T + bias`` with the weight dequantized to bfloat16, a panel at a time, on bfloat16 dot products."""
     return bf16_dot_product(scheme)
 
 
 def bf16_dot_product(scheme: Scheme, interleaved: bool = False) -> Product:
-    """The product of :func:`bf16_dot_gemm`, of weights that are canonical or interleaved."""
+    """The product of :func:`bf16_dot_gemm`, of canonical or interleaved weights."""
     args, operator = operator_args(scheme), direct(torch.ops.lowbit_cpu.bf16_dot_gemm.default)
 
     def product(
@@ -93,7 +94,7 @@ def bf16_dot_product(scheme: Scheme, interleaved: bool = False) -> Product:
 
 
 def bf16_dot_available() -> str | None:
-    """Why this processor cannot multiply bfloat16, with the remedy; None if it can."""
+    """Why this processor has no bfloat16 dot products, with the remedy; None if it has."""
     if (missing := available()) is not None or torch.ops.lowbit_cpu.has_bf16_dot():
         return missing
     return "the processor has no AVX-512 with BF16, or LOWBIT_CPU leaves it out: cpu_dequant_gemm takes every processor"
@@ -109,7 +110,7 @@ def dequantize(
     dtype: torch.dtype,
     interleaved: bool = False,
 ) -> Tensor:
-    """The weight [..., N, K] as ``dtype``: each number computed in float32 and rounded once."""
+    """The weight [..., N, K] as ``dtype``: computed in float32 and rounded once."""
     out = torch.empty(*packed.shape[:-1], k, dtype=dtype)
     if out.numel() == 0:
         return out
@@ -132,14 +133,14 @@ def embedding(
     k: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rows ``indices`` (any shape) of the weight [N, K]: only those rows are unpacked."""
+    """Rows ``indices`` (any shape) of the weight [N, K]; only those are unpacked."""
     flat = checked_indices(indices, packed.shape[0])
     rows = dequantize(packed[flat], scale[flat], None if zero_point is None else zero_point[flat], outer, scheme, k, dtype)
     return rows.reshape(*indices.shape, k)
 
 
 def checked_indices(indices: Tensor, rows: int) -> Tensor:
-    """``indices`` [I]. Raises ``IndexError`` for one that is none of so many rows."""
+    """``indices`` [I]. Raises ``IndexError`` for one outside ``rows``."""
     flat = indices.reshape(-1)
     if flat.numel():
         low, high = (int(v) for v in torch.aminmax(flat))
@@ -159,14 +160,14 @@ def int8_mm(
     activation: Scheme,
     input_scale: Tensor | None,
 ) -> Tensor:
-    """``x @ W.T + bias`` with rows of ``x`` rounded to int8 and one scale a row of int8 weights: torch's integer product."""
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8 and int8 weights with one scale a row: torch's integer product."""
     rows = x.reshape(-1, x.shape[-1]).float()
-    scale_of = token_scales(rows[:, None], activation).scale[:, 0]  # NaN where a token has no codes
+    scale_of = token_scales(rows[:, None], activation).scale[:, 0]  # NaN where a row of x has no codes
     if input_scale is not None:
         scale_of = torch.where(scale_of.isnan(), scale_of, input_scale.float().reshape(1, 1))
     codes = to_codes(rows, activation, Scales(scale_of)).view(torch.int8)
     weight = packed.view(torch.int8).t()
-    few = weight.shape[0] < _FEW  # torch takes a matrix of one row for another of one column
+    few = weight.shape[0] < _FEW  # torch mistakes a matrix of one row for one of one column
     y = codes.float() @ weight.float() if few else torch._int_mm(codes, weight).float()
     y = y.mul_(scale_of).mul_(scale.float().t())
     if bias is not None:
@@ -176,7 +177,7 @@ def int8_mm(
 
 @SchemeBound
 def int8_dot_gemm(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` with rows of ``x`` rounded to int8 and one scale a row of int8 weights: the processor's dot products."""
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8 and int8 weights with one scale a row, on int8 dot products."""
     args, operator = operator_args(scheme), direct(torch.ops.lowbit_cpu.int8_dot_gemm.default)
 
     def product(
@@ -196,7 +197,7 @@ def int8_dot_gemm(scheme: Scheme) -> Product:
 
 
 def int8_dot_available() -> str | None:
-    """Why this processor cannot multiply int8 four at a time, with the remedy; None if it can."""
+    """Why this processor has no int8 dot products, with the remedy; None if it has."""
     if (missing := available()) is not None or torch.ops.lowbit_cpu.has_int8_dot():
         return missing
     return "the processor has no AVX-512 with VNNI, or LOWBIT_CPU leaves it out: cpu_w8a8_gemm takes every processor"

@@ -1,6 +1,6 @@
-"""Rows for weights in the layout ``interleaved``, in which one row of x takes least time: by limbs of it, where numbers are
-integers or those of four bits, on processors with AVX2 or AVX-512. What other rows read, blocks of canonical rows, is restored
-as they go."""
+"""Rows for the layout ``interleaved``, the fastest for one row of x: split-int8 for integers and 4-bit formats, with AVX2 or
+AVX-512. Rows that read canonical bytes get blocks of 32 rows converted back as they go.
+"""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ __all__ = [
 
 @SchemeBound
 def split_int8_gemv(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times three limbs of ``x``."""
+    """``x @ W.T + bias`` for few rows of ``x`` by three int8 limbs of ``x``."""
     return split_int8(scheme, 3, interleaved=True)
 
 
 @SchemeBound
 def split_int8x2_gemv(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for few rows of ``x``: exact integers times two limbs of ``x``."""
+    """``x @ W.T + bias`` for few rows of ``x`` by two int8 limbs of ``x``."""
     return split_int8(scheme, 2, interleaved=True)
 
 
 @SchemeBound
 def quantized_linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integers times one limb."""
+    """``x @ W.T + bias`` with rows of ``x`` rounded to int8: exact integer sums, one limb."""
     return int8_activations(scheme, interleaved=True)
 
 
 @SchemeBound
 def bf16_dot_gemm(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` with the weight dequantized to bfloat16, on the processor's dot products of it."""
+    """``x @ W.T + bias`` with the weight dequantized to bfloat16, a panel at a time, on bfloat16 dot products."""
     return bf16_dot_product(scheme, interleaved=True)
 
 
 @SchemeBound
 def dequant_gemm(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``, a panel of rows at a time."""
+    """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``, one panel of rows at a time."""
     return dequant_gemm_product(scheme, interleaved=True)
 
 
 def dequantize(
     packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, scheme: Scheme, k: int, dtype: torch.dtype
 ) -> Tensor:
-    """The weight [..., N, K] as ``dtype``: each number computed in float32 and rounded once."""
+    """The weight [..., N, K] as ``dtype``: computed in float32 and rounded once."""
     return dequantize_rows(packed, scale, zero_point, outer, scheme, k, dtype, interleaved=True)
 
 
@@ -79,19 +79,19 @@ def embedding(
     k: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rows ``indices`` (any shape) of the weight [N, K]: only those rows are read."""
+    """Rows ``indices`` (any shape) of the weight [N, K]; only their blocks are read."""
     flat = checked_indices(indices, packed.shape[0])
     few, scales, zeros = rows(flat, packed, scale, zero_point, scheme, k)
     return dequantize_rows(few, scales, zeros, outer, scheme, k, dtype).reshape(*indices.shape, k)
 
 
 def _groups(size: int) -> str | None:
-    """Smaller ones take less time from canonical rows."""
+    """Smaller groups are faster from canonical rows."""
     return None if size == -1 or size % 32 == 0 else "takes multiples of 32, or the whole row"
 
 
 def _defer_to(call: Call) -> str | None:
-    """The row for as many rows of bfloat16 as take less time by dot products of it."""
+    """The row of bfloat16 dot products from as many rows of x as it is faster."""
     return "cpu_interleaved_bf16_dot_gemm" if call.m >= 32 and call.dtype == torch.bfloat16 else None
 
 
@@ -144,7 +144,7 @@ for _row in (
         run=quantized_linear,
         contract="exact",
         m=(1, None),
-        # Torch's own product of int8 takes canonical rows, and less time for many rows of x.
+        # int8 stays canonical: torch's own int8 product reads that, and is faster for many rows of x.
         formats=FormatSet(lambda fmt: _is_interleaved(fmt) and fmt.name != "int8"),
         defer_to=lambda call: None,
         predicate=refuse_activation,

@@ -47,7 +47,7 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
 
 
 def _refuse(w: Tensor, scheme: Scheme, method: str) -> None:
-    """Raise what is wrong with ``w`` [E, N, K]: choosing scales tells, save of fp32 ones, which hold whatever they are given."""
+    """Raises what is wrong with ``w`` [E, N, K]: choosing scales checks it, but for fp32 scales, which hold any value."""
     for matrix in w:
         for rows in matrix.split(max(1, (1 << 20) // w.shape[-1])):
             choose(rows.float(), scheme, method)

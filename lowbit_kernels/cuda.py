@@ -1,6 +1,7 @@
-"""Rows for what csrc compiles for CUDA: linear from tiles for any number of rows of x, and from canonical bytes for up to eight.
+"""Rows for the CUDA library of csrc: ``linear`` from the layout mma_fragment for any M, and from canonical bytes for up to eight
+rows of x.
 
-The library is loaded when a call first asks for it; importing this file touches neither it nor the driver.
+The library is loaded when a call first asks for it; importing this module touches neither it nor the driver.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def available() -> str | None:
 
 @SchemeBound
 def linear(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for at most eight rows of ``x``: exact integers times x in float32, rounded once at the end."""
+    """``x @ W.T + bias`` for at most eight rows of ``x`` from canonical bytes: fp32 sums of the exact weights, rounded once."""
     multiply, args = direct(torch.ops.lowbit_cuda.linear.default), (scheme.bits, scheme.fmt.signed, scheme.group_size)
 
     def product(
@@ -44,9 +45,9 @@ def linear(scheme: Scheme) -> Product:
 
 
 def _kind(scheme: Scheme) -> int:
-    """The decoding of a weight in one number, as ``PackedFormat`` of csrc reads it: each argument costs host time."""
+    """The decoding of a weight in one integer, as ``PackedFormat`` of csrc reads it: each argument costs host time."""
     found, bits, is_e8m0 = scheme.fmt.decoding, scheme.bits, scheme.scale == "e8m0"
-    # Bits of a float's exponent, 0 for integers, -1 for a table; and the powers of 1/2 that integers are times.
+    # Bits of a float's exponent, 0 for integers, -1 for a table; and log2 of the inverse of an integer's step.
     exponent = {INTEGERS: 0, FLOATS: bits - 1 - found.mantissa}.get(found.kind, -1)
     powers = round(-math.log2(found.factor)) if found.kind == INTEGERS else 0
     fields = bits | (exponent + 1) << 4 | scheme.fmt.signed << 8 | is_e8m0 << 9 | powers << 10
@@ -55,7 +56,7 @@ def _kind(scheme: Scheme) -> int:
 
 @SchemeBound
 def split_int8_gemv(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for one or two rows of ``x`` and a weight in tiles: integers times the digits of ``x``."""
+    """``x @ W.T + bias`` for one or two rows of ``x`` and a weight in mma_fragment: integers times int8 limbs of ``x``."""
     ops = torch.ops.lowbit_cuda
     of = ops.split_int8_gemv.default, ops.split_int8_gemv_prepare.default, ops.prepared_linear.default
     return prepared(*of, _kind(scheme))
@@ -63,7 +64,7 @@ def split_int8_gemv(scheme: Scheme) -> Product:
 
 @SchemeBound
 def skinny_gemm(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for at most sixteen rows of ``x`` and a weight in tiles: 16-bit floats on the tensor cores."""
+    """``x @ W.T + bias`` for at most sixteen rows of ``x`` and a weight in mma_fragment, on the 16-bit tensor cores."""
     ops = torch.ops.lowbit_cuda
     of = ops.skinny_gemm.default, ops.skinny_gemm_prepare.default, ops.prepared_linear.default
     return prepared(*of, _kind(scheme))
@@ -71,27 +72,28 @@ def skinny_gemm(scheme: Scheme) -> Product:
 
 @SchemeBound
 def mixed_gemm(scheme: Scheme) -> Product:
-    """``x @ W.T + bias`` for many rows of ``x`` and a weight in tiles: 16-bit floats on Hopper's tensor cores."""
+    """``x @ W.T + bias`` for many rows of ``x`` and a weight in mma_fragment, on Hopper's 16-bit tensor cores (wgmma)."""
     multiply, args = direct(torch.ops.lowbit_cuda.mixed_gemm.default), (scheme.format, scheme.scale, scheme.group_size)
 
     def product(
         x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
     ) -> Tensor:
-        if x.shape[-1] % 8:  # rows that are copied begin on 16 bytes; what is beyond K meets zeros
+        if x.shape[-1] % 8:  # TMA needs rows aligned to 16 bytes; columns beyond K are multiplied by zeros
             x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
         return multiply(x, packed, scale, zero, outer, bias, *args)
 
     return product
 
 
-_CHUNK = 1 << 25  # bytes of a dequantized weight at a time: they stay in the second-level cache of the large GPUs
+_CHUNK = 1 << 25  # bytes of a dequantized chunk, which stays in the L2 cache of large GPUs
 
 
 def dequant_gemm(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
 ) -> Tensor:
-    """``x @ W.T + bias`` for very many rows of ``x`` and a weight in tiles: torch's own product, some dequantized rows of the
-    weight at a time."""
+    """``x @ W.T + bias`` for very many rows of ``x`` and a weight in mma_fragment: torch's GEMM, one dequantized chunk of rows at
+    a time.
+    """
     (n, k), args = (packed.shape[0], x.shape[-1]), (scheme.format, scheme.scale, scheme.group_size)
     max_rows = max(_CHUNK // (2 * max(k, 1)) // 128, 1) * 128
     dense = x.new_empty(min(n, max_rows), k)
@@ -158,7 +160,7 @@ for _name, _formats, _scales, _groups, _most in (
     )
 _INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 9))
 _FLOATS = frozenset({"fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"})
-# Hopper's own rows are the first: from nine rows of x on they are the faster ones.
+# Hopper's rows come first: they are faster from nine rows of x on.
 for _name, _formats, _scales, _groups in (
     ("cuda_skinny_gemm", _INTEGERS | _FLOATS | {"nf4"}, ALL_PLAIN_SCALES, _tile_groups),
     ("cuda_skinny_gemm_mx", _FLOATS | {"int8", "mxint8"}, _E8M0, _groups_of(32)),

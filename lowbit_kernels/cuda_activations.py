@@ -1,8 +1,8 @@
-"""Rows for products of 8-bit x and 8- or 4-bit weights on CUDA: x is rounded a row at a time, then tensor cores multiply codes.
+"""Rows for 8-bit x and 8- or 4-bit weights on CUDA: x is quantized row by row, then codes are multiplied on the tensor cores.
 
-Few rows of x are rounded in the kernel that multiplies, wherever that is quicker, to the same codes.
-All read canonical bytes: rows of 8-bit codes are what the tensor cores of sm_90 take from shared memory, and for 4-bit ones
-the codes of x are put in the order in which a word of weights comes apart.
+For few rows of x one kernel quantizes and multiplies, wherever that is faster, with the same codes. All read canonical bytes:
+rows of 8-bit codes are what wgmma reads from shared memory, and for 4-bit weights the codes of x are stored in the order in which
+a word of weights is unpacked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .registry import ALL_PLAIN_SCALES, Call, Kernel, register
 
 __all__ = ["w8a8_linear"]
 
-_MOST_COLUMNS = 8 * ((1 << 17) - 128)  # eight blocks share a row, and each sums fewer than 2^17 products of int8
+_MOST_COLUMNS = 8 * ((1 << 17) - 128)  # eight blocks split a row, and each int32 sum has fewer than 2^17 products of int8
 
 
 def w8a8_linear(
@@ -31,7 +31,7 @@ def w8a8_linear(
     activation: Scheme,
     input_scale: Tensor | None,
 ) -> Tensor:
-    """``x @ W.T + bias`` with ``x`` rounded to int8, or to the e4m3 of the weight; a scale a row, or ``input_scale`` for all."""
+    """``x @ W.T + bias`` with ``x`` rounded to int8 (e4m3 where the weight is); a scale a row or ``input_scale`` for all."""
     if bias is not None:
         bias = bias.to(x.dtype)
     if input_scale is not None:

@@ -1,9 +1,9 @@
-"""Shortcuts: eager products that were checked and selected before run their kernel at once.
+"""Fast path of eager products: a call that was checked and selected before runs its kernel at once.
 
-An operator that Python implements costs more host time than a small layer takes on a GPU: the dispatcher goes through
-Python for autograd and again for the implementation, which checks and selects. Where nothing but the kernel has to see a
-call, its holder (a module, a tensor) keeps the kernel by the signature of x and calls it. Whatever else looks at operators
-(torch.compile, modes, transforms, autocast, gradients, ``strict`` and ``trace``) gets the operator itself.
+An operator implemented in Python costs more host time than a small layer takes on a GPU: the dispatcher enters Python for
+autograd and again for the implementation, which checks and selects. Where nothing but the kernel has to see a call, its holder (a
+module, a tensor) caches the kernel by the signature of x and calls it. Everything that observes operators (torch.compile, modes,
+transforms, autocast, gradients, ``strict`` and ``trace``) gets the operator itself.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .prepared_call import bind
 
 __all__ = ["FastDispatch", "is_plain", "signature", "observed"]
 
-_MOST = 64  # signatures a holder keeps: batches vary, and a search through all of them should not grow without end
+_MOST = 64  # signatures cached by a holder: batch sizes vary, and the cache must not grow without end
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _grad = torch.is_grad_enabled
-observed = registry.observed.get  # whether somebody counts the calls, who sees those of the dispatcher alone
+observed = registry.observed.get  # whether strict or trace is open; those see calls of the dispatcher alone
 
 
 def is_plain(x: Tensor, trains: bool, bias: Tensor | None) -> bool:
-    """Whether no mode, transform, autocast or gradient has to see a product of ``x``.
-
-    ``trains``: whether the weight asks for a gradient."""
+    """Whether no mode, transform, autocast or gradient has to see a product of ``x``. ``trains``: the weight asks for a
+    gradient.
+    """
     return signature(x, trains, bias) is not None
 
 
@@ -62,7 +62,7 @@ def signature(x: Tensor, trains: bool, bias: Tensor | None) -> Hashable | None:
 
 
 class FastDispatch(dict[Hashable, Callable[..., Tensor]]):
-    """The kernels of one weight's products, by signature. A weight that changes what it is gets new ones."""
+    """The kernels of one weight's products, by signature. A weight that is exchanged gets a new one."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # for weak references to it
 
@@ -81,10 +81,10 @@ class FastDispatch(dict[Hashable, Callable[..., Tensor]]):
         weight: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
         bias: Tensor | None,
     ) -> Callable[..., Tensor] | None:
-        """Check and select as the operator ``op`` does, raising what it raises, and keep the kernel.
+        """Checks and selects as the operator ``op`` does, raising what it raises, and caches the kernel.
 
-        None where the operator has to be called: for parts that are more than tensors, and for an x of another ``k``, which
-        is the caller's to refuse, for the operator knows k from x alone.
+        None where the operator has to be called: for parts that are more than plain tensors, and for an x of another ``k``, which
+        only the caller can refuse, since the operator takes K from x.
         """
         if x.shape[-1:] != (k,) or any(type(part) not in _PLAIN for part in weight if part is not None):
             return None
@@ -92,7 +92,7 @@ class FastDispatch(dict[Hashable, Callable[..., Tensor]]):
         call = product_call(op, str(scheme), layout, x, *weight, bias, None if activation is None else str(activation))
         kernel = registry.select(call)
         registry.warn_of_reference(kernel, call)
-        # Bytes of another layout are restored for each call, as the registry does.
+        # bytes of another layout are converted for each call, as the registry does
         reads = kernel.layout is not None or layout == "canonical"
         run = bind(kernel.run, scheme) if reads else partial(registry.run, call)
         if len(self) >= _MOST:
@@ -100,7 +100,7 @@ class FastDispatch(dict[Hashable, Callable[..., Tensor]]):
         if not self:
             _filled.add(ref(self, _filled.discard))
         self[signature] = run
-        if before != generation():  # meanwhile
+        if before != generation():  # something was registered meanwhile
             self.clear()
         return run
 
@@ -110,6 +110,6 @@ _filled: set[ref[FastDispatch]] = set()
 
 @on_change
 def _forget() -> None:
-    """What runs may be another kernel, or mean other numbers, once something is registered."""
+    """Forgets all kernels: once something is registered another kernel may run, or a name may mean other values."""
     for dispatch in [found for reference in list(_filled) if (found := reference()) is not None]:
         dispatch.clear()

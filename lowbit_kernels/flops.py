@@ -1,4 +1,4 @@
-"""What torch's FlopCounterMode counts of the operators: two operations a weight and row, as of the float product."""
+"""FLOPs of the operators for torch's FlopCounterMode: two for each weight and row, as of the float product."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def _of_product(x: torch.Size, packed: torch.Size, *rest: Any, **named: Any) -> 
 
 
 def _of_codes(codes: torch.Size, x_scale: torch.Size, packed: torch.Size, *rest: Any, **named: Any) -> int:
-    """Rounded tokens [..., bytes], and K and the dtype of the result at the end."""
+    """Quantized tokens [..., bytes]; K and the dtype of the result are the last arguments."""
     return 2 * math.prod(codes[:-1]) * int(rest[-2]) * packed[-2]
 
 
 def register(counter: ModuleType) -> None:
-    """Tell ``torch.utils.flop_counter`` of the operators that it would count as nothing."""
+    """Registers the operators, which ``torch.utils.flop_counter`` would count as zero."""
     for name, formula in (
         ("linear", _of_product),
         ("quantized_linear", _of_product),

@@ -1,4 +1,4 @@
-"""Products in plain PyTorch, for a compiler that is to see through them: :func:`inline`."""
+"""Products in plain PyTorch, for compilers that should see through them: :func:`inline`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .layouts import LAYOUTS, Parts
 
 __all__ = ["active", "dequantize", "embedding", "inline", "linear", "quantized_linear"]
 
-_ACTIVE = False  # a global and no context variable: torch.compile guards what it traced with the value of a global
+_ACTIVE = False  # a global instead of a context variable: torch.compile guards its value
 
 
 @contextlib.contextmanager
@@ -56,11 +56,11 @@ def dequantize(
 ) -> Tensor:
     """The weight [..., N, K] as ``dtype``: each number computed in float32 and rounded once."""
     parts = LAYOUTS[layout].restore(Parts(packed, scale, zero_point), scheme, k)
-    codes = unpack(parts.packed, scheme.bits, k, torch.int32)  # ONNX shifts no smaller numbers
+    codes = unpack(parts.packed, scheme.bits, k, torch.int32)  # ONNX has no shifts of smaller integers
     scales = Scales(parts.scale, parts.zero_point, outer)
     decoding = scheme.fmt.decoding
     if decoding.kind != INTEGERS or decoding.factor != 1 or k % scheme.group(k):
-        return to_values(codes, scheme, scales, dtype)  # which reads a table
+        return to_values(codes, scheme, scales, dtype)  # by a table lookup
     if decoding.flip:
         codes = (codes ^ decoding.flip) - decoding.flip
     values = codes.unflatten(-1, (-1, scheme.group(k))).to(torch.float32)
@@ -80,7 +80,7 @@ def linear(
     layout: str,
     k: int,
 ) -> Tensor:
-    """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``. K is given, for x may have symbols for sizes."""
+    """``x @ W.T + bias`` with the weight dequantized to the dtype of ``x``. K is given, since x may have symbolic sizes."""
     weight = dequantize(packed, scale, zero_point, outer, scheme, layout, k, x.dtype)
     return torch.nn.functional.linear(x, weight, bias)
 

@@ -1,14 +1,14 @@
-"""The ``interleaved`` layout: 32 rows together, four bytes of each in turn, so that a register of a CPU has the same columns of
-all of them: their sums stay apart, a group's scales lie side by side, and memory is read from one end to the other.
+"""The ``interleaved`` layout: 32 rows together, four bytes of each in turn, so that a vector register holds the same columns of
+all of them. Then each lane accumulates one row, a group's scales are contiguous, and memory is read sequentially.
 
 A weight [N, K] is cut into blocks of 32 rows, and a block into units of ``4 f`` columns, where f fields of the narrowest plane
-of the codes make a byte. A unit holds four bytes of that plane for each row, and of a plane r times as wide r times four bytes,
-all rows of one word behind those of the word before. Byte p of a word is of columns ``f p`` to ``f p + f - 1`` of the unit:
-field i of the narrowest plane of column ``f p + i``, and field j of word w of a wider one of column ``f p + w f / r + j``.
+of the codes make a byte. A unit holds four bytes of that plane for each row, and r times four bytes of a plane r times as
+wide; word by word, each word for all 32 rows. Byte p of a word is of columns ``f p`` to ``f p + f - 1`` of the unit: field i
+of the narrowest plane of column ``f p + i``, and field j of word w of a wider one of column ``f p + w f / r + j``.
 
-The scales and zero points of a block lie group by group, 32 rows each.
+Scales and zero points of a block are stored [G, 32].
 
-Where rows are no whole blocks, or columns no whole units, bytes stay as they are.
+Weights whose rows do not fill whole blocks, or whose columns do not fill whole units, stay canonical.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def columns_of_unit(bits: int) -> int:
 
 
 def takes(scheme: Scheme, n: int, k: int) -> str | None:
-    """Why a weight [n, k] stays as it is; None where it is arranged."""
+    """Why a weight [n, k] stays canonical; None where it is arranged."""
     columns = columns_of_unit(scheme.bits)
     if n == 0 or n % ROWS:
         return f"N: takes multiples of {ROWS}, got {n}"
@@ -38,7 +38,7 @@ def takes(scheme: Scheme, n: int, k: int) -> str | None:
 
 
 def _widths(bits: int) -> list[tuple[int, int]]:
-    """(bytes of a row's unit, words of it) of each plane, in the order in which planes lie."""
+    """(bytes of a row in a unit, words of those) for each plane, widest first."""
     return [(_BYTES * width // (bits & -bits), width // (bits & -bits)) for width in plane_widths(bits)]
 
 
@@ -58,17 +58,17 @@ def _rows(words: Tensor, scheme: Scheme) -> Tensor:
     return torch.cat([plane.transpose(-1, -2).flatten(-3) for plane in apart], -1)
 
 
-def _turned(numbers: Tensor) -> Tensor:
-    """Those of whole blocks of rows [..., N, G], row by row, as [..., N, G] that hold [N / 32, G, 32]."""
+def _transpose_blocks(numbers: Tensor) -> Tensor:
+    """[..., N, G] with blocks of 32 rows stored as [N / 32, G, 32], in the same shape."""
     return _flat(numbers.unflatten(-2, (-1, ROWS)).transpose(-1, -2)).view(numbers.shape)
 
 
-def _turned_back(numbers: Tensor) -> Tensor:
+def _transpose_blocks_back(numbers: Tensor) -> Tensor:
     return _flat(numbers.reshape(*numbers.shape[:-2], -1, numbers.shape[-1], ROWS).transpose(-1, -2)).view(numbers.shape)
 
 
 def _flat(numbers: Tensor) -> Tensor:
-    """Contiguous, with strides that say so: those of a dimension of 1 may be any, and no view of another dtype takes them."""
+    """Contiguous, with the usual strides: those of a dimension of size 1 may be any, which no view of another dtype takes."""
     return numbers.contiguous().view(-1)
 
 
@@ -79,7 +79,7 @@ def arrange(packed: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, 
     words = _words(packed.unflatten(-2, (-1, ROWS)), scheme, k)  # [..., blocks, 32, units, words, 4] of each plane
     whole = _as_integers(words[0] if len(words) == 1 else torch.cat(words, -2))
     together = _as_bytes(whole.movedim(-3, -1)).view(packed.shape)
-    return together, _turned(scale), None if zero is None else _turned(zero)
+    return together, _transpose_blocks(scale), None if zero is None else _transpose_blocks(zero)
 
 
 def restore(packed: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -87,17 +87,18 @@ def restore(packed: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, 
     if takes(scheme, packed.shape[-2], k) is not None:
         return packed, scale, zero
     words = _blocks(packed, scheme, k)
-    if torch.compiler.is_compiling():  # which would end a kernel where bytes become integers, and ONNX has no such thing
+    if torch.compiler.is_compiling():  # int64 arithmetic instead of views: Inductor would end a kernel where bytes become
+        # integers, and ONNX has no such view
         words = words.movedim(-2, -4)
     else:
         whole = _as_integers(words).movedim(-1, -3)
         words = _as_bytes(whole).view(*whole.shape, _BYTES)
     canonical = _rows(words, scheme).reshape(packed.shape)
-    return canonical, _turned_back(scale), None if zero is None else _turned_back(zero)
+    return canonical, _transpose_blocks_back(scale), None if zero is None else _transpose_blocks_back(zero)
 
 
 def _as_integers(words: Tensor) -> Tensor:
-    """Words [..., 4] as integers [...]: torch moves them in a fourth of the time that their bytes take."""
+    """Words [..., 4] as integers [...]: torch moves them four times as fast as bytes."""
     flat = _flat(words)
     return (flat if flat.storage_offset() % _BYTES == 0 else flat.clone()).view(torch.int32).view(words.shape[:-1])
 

@@ -37,9 +37,9 @@ def _canonical_sizes(scheme: Scheme, n: int, k: int) -> tuple[int, int]:
 class Layout:
     """A named bijection. ``arrange(parts, scheme, k)`` takes canonical parts, ``restore`` gives them back bit for bit.
 
-    ``sizes(scheme, n, k)``: the last dimensions of ``packed`` and of ``scale`` for a weight [n, k] in this layout. ``rows``: how
-    many lie together, so that weights of multiples of as many can lie one behind the other as one weight.
-    ``is_looked_up``: whether a weight whose rows are looked up one by one is kept so, too.
+    ``sizes(scheme, n, k)``: the last dimensions of ``packed`` and of ``scale`` for a weight [n, k] in this layout. ``rows``: rows
+    that are stored together; weights with multiples of as many can be concatenated. ``is_looked_up``: whether embeddings, whose
+    rows are looked up one by one, are stored so, too.
     """
 
     name: str

@@ -1,28 +1,28 @@
-"""The ``mma_fragment`` layout: sixteen rows at a time, so that what a lane of a warp reads is its operand of the tensor cores.
+"""The ``mma_fragment`` layout: sixteen rows at a time, so that what a lane of a warp loads is its operand of the tensor cores.
 
-A weight [N, K] is cut into units of 16 rows and 512 columns (256 where a code has more than four bits), the units of 16
-rows one behind the other along K. A unit holds its codes, then the scales of its groups, then their zero points, and ends
-on 16 bytes.
+A weight [N, K] is cut into units of 16 rows and 512 columns (256 where a code has more than four bits), the units of 16 rows in
+order along K. A unit holds its codes, then the scales of its groups, then their zero points, and is padded to 16 bytes.
 
-Codes lie in runs of steps of 32 columns, the fewest steps whose codes fill whole bytes: ``8 / gcd(8, bits)`` of them in
-``bits / gcd(8, bits)`` blocks of 512 bytes. What stands for ``row`` and ``column`` of each step is in the 16 bytes of lane
-``4 (row % 8) + column % 8 / 2`` of the blocks, there in word ``row / 8 + 2 (column % 32 / 16)``, there in byte
-``column % 16 / 8 + 2 (column % 2)``. So two fields 16 bits apart are a register of operand A of ``mma.m16n8k16`` and
-``wgmma.m64nNk16`` on 16-bit floats with the columns in their own order, and a word, masked, is one of ``m16n8k32`` on 8-bit
-integers with the columns of a step in another order, the same for every row, which x then has too.
+Codes are stored in runs of steps of 32 columns, the fewest steps whose codes fill whole bytes: ``8 / gcd(8, bits)`` of them in
+``bits / gcd(8, bits)`` blocks of 512 bytes. The code at ``row`` and ``column`` of each step is in the 16 bytes of lane ``4 (row %
+8) + column % 8 / 2`` of the blocks, there in word ``row / 8 + 2 (column % 32 / 16)``, there in byte ``column % 16 / 8 + 2 (column
+% 2)``. So two fields 16 bits apart are a register of operand A of ``mma.m16n8k16`` and ``wgmma.m64nNk16`` on 16-bit floats with
+columns in their order, and a masked word is a register of ``m16n8k32`` on 8-bit integers with the columns of a step in another
+order, the same for every row, to which x is permuted.
 
-A width that divides eight fills the byte of its one block step by step, from the lowest bit on. Of another the byte of each
-block holds a whole code (of three bits two), which kernels take as it lies, and what is left over of these bytes makes up the
-codes of the other steps: their highest bits lie where they are taken, and the others above their places.
-A float of six bits is never taken by the byte. Its bits lie in words where bfloat16 has them: one AND makes two numbers of the
-codes of even bytes, and a rotation and an AND, or for want of room a shift for the signs and one for the rest, two of those of
-odd ones.
+A width that divides eight fills the byte of its one block step by step, from the lowest bit on. For other widths the byte of each
+block holds a whole code (3 bits: two), used in place, and the remaining bits of these bytes compose the codes of the other steps:
+their highest bits where they are used, the others above them.
 
-Scales and zero points lie group by group, in the order of rows 0, 8, 1, 9, ... 7, 15: a lane's two rows side by side.
-Where groups do not divide a unit, and where the whole row is one, they stay as they are.
+6-bit floats are never used by the byte. Their bits are stored in words where bfloat16 has them: one AND extracts two values from
+the codes of even bytes, and a rotation and an AND (or, where there is no room, one shift for the signs and one for the
+magnitudes) two from odd bytes.
 
-Rows and columns beyond the edge are zeros that exist in this layout alone. ``packed`` keeps the shape [..., N, bytes] with
-as many bytes a row as the units need, rounded up.
+Scales and zero points are stored group by group, in the order of rows 0, 8, 1, 9, ... 7, 15: a lane's two rows side by side.
+Where groups do not divide a unit, and where the whole row is one group, they stay outside.
+
+Rows and columns beyond the edge are zeros that exist in this layout only. ``packed`` keeps the shape [..., N, bytes] with as many
+bytes in a row as the units need, rounded up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROWS = 16
 
 
 class Unit(NamedTuple):
-    """What one unit of a scheme holds. ``groups``: groups of a row in it, 0 where scales stay outside."""
+    """The structure of a unit. ``groups``: groups of a row in it, 0 where scales stay outside."""
 
     columns: int
     groups: int
@@ -84,7 +84,8 @@ def sizes(scheme: Scheme, n: int, k: int) -> tuple[int, int]:
     return -(-total // max(n, 1)), 0 if unit.groups or not k else scheme.groups(k)
 
 
-# Whose step's bits a byte of each block of a run holds, its highest bit first. Those of a code come highest first, too.
+# For each block of a run, the step that each bit of a byte belongs to, highest bit first; the bits of a code come highest first,
+# too.
 _BYTES = {
     1: ("76543210",),
     2: ("33221100",),
@@ -95,7 +96,7 @@ _BYTES = {
     7: ("70000000", "71111111", "72222222", "73333333", "74444444", "75555555", "76666666"),
     8: ("00000000",),
 }
-# Of floats of six bits: where the sign and the lowest bit of the first and of the second byte's code lie in a word.
+# 6-bit floats: place of the sign and of the lowest bit in a word, of the first and of the second byte's code.
 _FLOATS = {"fp6_e2m3": ((15, 4), (9, 10)), "fp6_e3m2": ((15, 5), (20, 10))}
 
 
@@ -125,7 +126,7 @@ def _bits_in_bytes(bits: int) -> Iterator[_Piece]:
 
 
 def _bits_in_words(name: str) -> Iterator[_Piece]:
-    """The same of a float: three steps in place; the fourth's are the lowest four of both halves of the three words."""
+    """The same for a 6-bit float: three steps in place, the fourth's bits are the lowest four of each half of the three words."""
     for step, byte, bit in itertools.product(range(4), range(4), range(6)):
         sign, low = _FLOATS[name][byte % 2]
         place = ((sign if bit == 5 else low + bit) + byte // 2 * 16) % 32
@@ -136,7 +137,7 @@ def _bits_in_words(name: str) -> Iterator[_Piece]:
 
 
 def _joined(bits: Iterable[_Piece]) -> tuple[_Piece, ...]:
-    """How the codes of a run are cut up, none across bytes."""
+    """Merges bits into pieces, none across bytes."""
     found: list[_Piece] = []
     for bit in sorted(bits):
         last = found[-1] if found else None
@@ -147,13 +148,13 @@ def _joined(bits: Iterable[_Piece]) -> tuple[_Piece, ...]:
     return tuple(found)
 
 
-# Made once: a compiler that sees through a layout reads them, and would go through what makes them.
+# Computed at import: a compiler that traces a layout reads the tables, and would otherwise trace their computation.
 _OF_BYTES = {bits: _joined(_bits_in_bytes(bits)) for bits in _BYTES}
 _OF_WORDS = {name: _joined(_bits_in_words(name)) for name in _FLOATS}
 
 
 def _pieces(scheme: Scheme) -> tuple[_Piece, ...]:
-    """Those of a format; a float may have a map of its own."""
+    """The pieces of a format; a float may have a map of its own."""
     return _OF_WORDS[scheme.format] if scheme.format in _OF_WORDS else _OF_BYTES[scheme.bits]
 
 
@@ -208,7 +209,7 @@ def _bytes_by_row(flat: Tensor, groups: int) -> Tensor:
 
 
 def _spans(n: int, k: int, device: torch.device) -> Iterator[slice]:
-    """Some rows at a time, whole tiles of them: a weight takes many times its bytes while it is unpacked."""
+    """Slices of whole tiles: unpacking a weight takes many times its bytes."""
     weights = 1 << 20 if device.type == "cpu" else 1 << 24
     step = max(1, weights // (ROWS * max(k, 1))) * ROWS
     return (slice(start, min(start + step, n)) for start in range(0, n, step))

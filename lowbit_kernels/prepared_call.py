@@ -1,4 +1,4 @@
-"""Rows bound to a scheme: what a product takes from the scheme alone is worked out once, and not in every call."""
+"""Rows bound to a scheme: what follows from the scheme alone is computed once, not in every call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Product = Callable[..., Tensor]
 
 
 class SchemeBound:
-    """The ``run`` of a row, decorating ``make``: ``make(scheme)`` is its product for one scheme, with the same arguments."""
+    """The ``run`` of a row, as a decorator of ``make``: ``make(scheme)`` is its product for one scheme, same arguments."""
 
     def __init__(self, make: Callable[[Scheme], Product]) -> None:
         self.make = make
@@ -34,7 +34,7 @@ class SchemeBound:
         scheme: Scheme,
         *activation: Any,
     ) -> Tensor:
-        """``activation``: what a product takes behind the scheme that rounds ``x`` too."""
+        """``activation``: further arguments of the product behind the scheme."""
         return self.make(scheme)(x, packed, scale, zero_point, outer, bias, scheme, *activation)
 
 
@@ -44,19 +44,19 @@ def bind(run: Product, scheme: Scheme) -> Product:
 
 
 def direct(operator: OpOverload) -> Product:
-    """The dispatcher's entry of ``operator``, which its Python object only passes arguments on to."""
+    """The dispatcher's entry of ``operator``, without its Python wrapper."""
     return operator._op
 
 
 def prepared(operator: OpOverload, check: OpOverload, launch: OpOverload, *args: Any, **named: Any) -> Product:
-    """``operator`` bound to ``args`` and ``named``, whose weight ``check`` looks at once, while it stays where it is in memory.
+    """``operator`` bound to ``args`` and ``named``, with the weight checked only once while it stays where it is in memory.
 
-    ``check`` takes what ``operator`` does and returns bytes, with which ``launch`` multiplies; none where the weight cannot be
-    read where it lies. Looking at all arguments costs a layer of one row more host time than its kernel. A first call is not
-    prepared: it may be the only one. ``given``: a scale of ``x`` that was found before, behind all else.
+    ``check`` takes the arguments of ``operator`` and returns bytes that ``launch`` multiplies with; none where the weight would
+    have to be copied. Checking all arguments costs a layer of one row more host time than its kernel. The first call is not
+    prepared: it may be the only one. ``given``: a static scale of ``x``, the last argument.
     """
     multiply, look, launch_prepared = direct(operator), direct(check), direct(launch)
-    kept: tuple[tuple[Any, ...], Tensor | None] = ((), None)  # changed as one, since threads may share a layer
+    kept: tuple[tuple[Any, ...], Tensor | None] = ((), None)  # replaced as a whole, since threads may share a layer
 
     def product(
         x: Tensor,

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def _row_chunks(rows: int, k: int, device: torch.device) -> Iterator[slice]:
-    """Some rows at a time: temporaries stay in a CPU's cache, fill a GPU, and are far below the size of a large layer."""
+    """Slices of rows: temporaries stay in a CPU's cache, fill a GPU, and are far smaller than a large layer."""
     weights = 1 << 20 if device.type == "cpu" else 1 << 22
     step = max(1, weights // max(k, 1))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
@@ -149,7 +149,7 @@ def grouped_linear(
 ) -> Tensor:
     """:func:`linear` for each expert: ``x`` [E, M, K], ``packed`` [E, N, bytes], ``bias`` [E, N]; [E, M, N]."""
     out = x.new_empty(*x.shape[:-1], packed.shape[-2])
-    for e in range(x.shape[0]):  # one expert's weight at a time is in memory
+    for e in range(x.shape[0]):  # dequantizes one expert's weight at a time
         out[e] = linear(
             x[e],
             packed[e],
@@ -174,7 +174,7 @@ def embedding(
 ) -> Tensor:
     """Rows ``indices`` (any shape) of the weight [N, K]: only those rows are unpacked."""
     flat = indices.reshape(-1)
-    if flat.numel() and flat.device.type == "cpu":  # elsewhere indexing itself asserts
+    if flat.numel() and flat.device.type == "cpu":  # on a GPU indexing itself asserts
         low, high = (int(v) for v in torch.aminmax(flat))
         if low < 0 or high >= packed.shape[0]:
             raise IndexError(f"embedding indices must be 0..{packed.shape[0] - 1}, got {low}..{high}")

@@ -112,7 +112,7 @@ class PreparedLayers:
         )
 
     def prepared(self, rows: int, dtype: torch.dtype) -> tuple[list[Tensor] | None, str]:
-        """Each layer for steps of as many tokens, or None where a product is not by digits; and the contracts of the products."""
+        """Each layer for steps of as many tokens, or None where one is not split-int8; and the products' contracts."""
         found = self._prepared.get((rows, dtype))
         if found is None:
             found = self._prepared[rows, dtype] = self._prepare(rows, dtype)

@@ -125,7 +125,7 @@ class DecoderStep:
             prepared_layers = self._prepared = PreparedLayers(self._guards)
         prepared, _ = prepared_layers.prepared(rows, x.dtype)
         if prepared is None:
-            return "its products are not by digits"
+            return "its products are not split-int8"
         return self._run(x.contiguous(), prepared, *(named.get(name) for name in _ORDER))
 
     def _run(self, x: Tensor, prepared: list[Tensor], rope: Any, cache: Any, mask: Any) -> Tensor | str:

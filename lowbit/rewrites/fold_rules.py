@@ -1,4 +1,4 @@
-"""What a rotation of the residual stream does to each parameter: along which axis it is turned, and with which gain."""
+"""What a rotation of the residual stream does to each parameter: along which axis it is rotated, and with which gain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .residual_stream import ResidualStream
 __all__ = ["FoldRule", "FoldRules"]
 
 _SAME = 1e-5  # as for the outputs of the model
-_ROWS = 4096  # rows that are turned at a time, in float64
+_ROWS = 4096  # rows that are rotated at a time, in float64
 _Leaves = dict[int, Tensor]  # of what a module gives, by their places
 
 
@@ -47,8 +47,8 @@ class FoldRule(NamedTuple):
 
 
 class FoldRules:
-    """Finds them for each module that reads or writes ``stream``. What computes something of its own is called with turned
-    parameters, and has to give what it gave, turned."""
+    """Finds them for each module that reads or writes ``stream``. What computes something of its own is called with rotated
+    parameters, and has to give what it gave, rotated."""
 
     def __init__(self, stream: ResidualStream, rotation: Rotation) -> None:
         self._stream, self._rotation = stream, rotation
@@ -135,7 +135,7 @@ class FoldRules:
 
 
 def _output(module: nn.Module, args: tuple[Any, Any], rules: dict[str, list[FoldRule]]) -> _Leaves:
-    """What ``module`` gives with parameters that are turned."""
+    """What ``module`` gives with rotated parameters."""
     folded = {}
     for leaf, rules_of_parameter in rules.items():
         if rules_of_parameter:

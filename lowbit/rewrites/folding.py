@@ -91,7 +91,7 @@ class Folding:
         return self._model.get_submodule(name)._parameters.get("bias") is not None
 
     def _group_places(self) -> list[list[_Place]]:
-        """The places that share a parameter and are turned alike, by parameter; those turned otherwise than the first apart."""
+        """The places that share a parameter and are rotated alike, by parameter; those rotated otherwise than the first apart."""
         places_of: dict[int, list[_Place]] = {}
         for module, name in self._names.items():
             for leaf, parameter in module._parameters.items():

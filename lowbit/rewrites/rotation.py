@@ -77,7 +77,7 @@ def rotation(model: nn.Module, batches: Sequence[Batch], *, online: bool = False
         notes = folding.apply()
         worst = distance(reference, outputs(call(model, batch, device)))
     head = (
-        f"{stream.width} channels of the residual stream are turned by {rotation_matrix}: {len(stream.norms)} norms, "
+        f"{stream.width} channels of the residual stream are rotated by {rotation_matrix}: {len(stream.norms)} norms, "
         f"{len(stream.readers)} readers, {len(stream.writers)} writers; outputs differ by {worst:.1e} of the largest"
     )
     return [head, *notes]

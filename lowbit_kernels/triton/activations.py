@@ -1,4 +1,4 @@
-"""Rows for products of 8-bit x and 8-bit weights: x is rounded a token at a time, then codes meet codes."""
+"""Rows for 8-bit x and 8-bit weights: x is quantized with a scale a token, then codes are multiplied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .quantization import round_rows
 
 __all__ = ["ROWS", "codes_product", "w8a8_linear"]
 
-_MAX_COLUMNS = (1 << 17) - 1  # sums of fewer products of int8 than 2**17 fit int32
+_MAX_COLUMNS = (1 << 17) - 1  # int32 holds sums of fewer than 2**17 products of int8
 
 
 def w8a8_linear(
@@ -74,7 +74,7 @@ def _interpreted(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Tensor | None, bias: Tensor | None,
     scheme: Scheme, activation: Scheme, input_scale: Tensor | None, **more: str,
 ) -> Tensor:  # fmt: skip
-    """:func:`w8a8_linear` in the interpreter, where bfloat16 is widened, which is exact, and the result rounded by torch."""
+    """:func:`w8a8_linear` in the interpreter: bfloat16 is widened, which is exact, and torch rounds the result."""
     wide = None if bias is None else bias.float()
     y = w8a8_linear(x.float(), packed, scale.float(), zero, outer, wide, scheme, activation, input_scale, **more)
     return y.to(x.dtype)

@@ -1,5 +1,6 @@
-"""PTX that makes codes the bits of bfloat16 or float16, two at a time: fields j of two words lie side by side in a register, and
-each instruction is done to both."""
+"""PTX that turns codes into bfloat16 or float16, two at a time: field j of two words is packed into one register, so that each
+instruction serves both.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ __all__ = ["assembly", "bytes_as_floats"]
 
 
 class _Lines:
-    """PTX that fills the registers $0 ... $7 with the numbers of fields 0 ... 7 of two words each."""
+    """Builder of PTX that fills registers $0 ... $7 with the values of fields 0 ... 7 of two words each."""
 
     def __init__(self) -> None:
         self.lines = ["{", ".reg .b32 l, h, t, s, one;", "mov.b32 one, 0x3F803F80;"]
@@ -23,13 +24,13 @@ class _Lines:
         self.lines.append(line)
 
     def moved(self, word: str, by: int) -> str:
-        """The register that holds ``word`` shifted right, or left by less than nothing."""
+        """The register that holds ``word`` shifted right by ``by``, or left where it is negative."""
         if by:
             self.add(f"shr.b32 t, {word}, {by};" if by > 0 else f"shl.b32 t, {word}, {-by};")
         return "t" if by else word
 
     def masked(self, word: str, mask: int, other: str | None, to: str) -> None:
-        """``(word & mask) | other`` of both halves; ``other`` has no bit of the mask."""
+        """``(word & mask) | other`` for both halves; ``other`` has no bit of the mask."""
         twice = hex(mask * 0x10001)
         self.add(f"and.b32 {to}, {word}, {twice};" if other is None else f"lop3.b32 {to}, {word}, {twice}, {other}, 0xEA;")
 
@@ -38,7 +39,7 @@ class _Lines:
 
 
 class _Slice(NamedTuple):
-    """``width`` bits of a code from its bit ``low`` on, which lie from bit ``at`` of both halves of a register on."""
+    """``width`` bits of a code, from its bit ``low`` on, at bit ``at`` of both halves of a register."""
 
     register: str
     at: int
@@ -47,7 +48,7 @@ class _Slice(NamedTuple):
 
 
 def _slices(lines: _Lines, bits: int, j: int) -> list[_Slice]:
-    """Where field ``j`` lies; of eight bits in register s, for others the widest plane's two words have to be in l and h."""
+    """Where field ``j`` is: for 8 bits in register s, otherwise in the two words of the widest plane, l and h."""
     if bits == 8:  # byte j of both words, in both bytes of each half
         first, byte = 8 + j // 4 * 2, j % 4
         lines.add(f"prmt.b32 s, ${first}, ${first + 1}, {hex(byte * 0x11 + (byte + 4) * 0x1100)};")
@@ -62,9 +63,9 @@ def _slices(lines: _Lines, bits: int, j: int) -> list[_Slice]:
 
 
 def _integer(lines: _Lines, bits: int, flip: int, half: bool, j: int) -> None:
-    """The bits of 1024 + code in float16, of 128 + code in bfloat16, of whose eight bits the code itself, which is signed."""
+    """Bits of 1024 + code in float16 or 128 + code in bfloat16; for 8 bits in bfloat16 those of the signed code itself."""
     pieces, to = _slices(lines, bits, j), f"${j}"
-    if bits == 8 and not half:  # 128 + the lower seven bits, less 128 or 256
+    if bits == 8 and not half:  # 128 + the low seven bits, minus 128 or 256
         lines.add("lop3.b32 t, s, 0x00800080, 0xC300C300, 0xEA;")
         lines.masked("s", 0x7F, "0x43004300", to)
         lines.add(f"fma.rn.bf16x2 {to}, {to}, one, t;")
@@ -79,7 +80,7 @@ def _integer(lines: _Lines, bits: int, flip: int, half: bool, j: int) -> None:
 
 
 def _float(lines: _Lines, bits: int, mantissa: int, special: int, half: bool, j: int) -> None:
-    """The bits of a float as the sixteen bits have them, a power of two too small."""
+    """Bits of a float in the 16-bit format, smaller by a power of two."""
     shift, to, filled = (10 if half else 7) - mantissa, f"${j}", None
     pieces = _slices(lines, bits, j)
     for piece in pieces:
@@ -88,7 +89,7 @@ def _float(lines: _Lines, bits: int, mantissa: int, special: int, half: bool, j:
             word = lines.moved(piece.register, piece.at - piece.low - shift)
             lines.masked(word, ((1 << width) - 1) << (piece.low + shift), filled, to)
             filled = to
-    top = shift + bits - 1  # a magnitude from special on carries to it once their difference is added
+    top = shift + bits - 1  # adding the difference carries magnitudes from `special` on into it
     missing = (1 << (15 - top)) - 1  # ones above the magnitude, where the exponent of infinity has them
     if special and missing:
         lines.add(f"add.u32 t, {to}, {hex((((1 << (bits - 1)) - special) << shift) * 0x10001)};")
@@ -101,8 +102,9 @@ def _float(lines: _Lines, bits: int, mantissa: int, special: int, half: bool, j:
 
 @lru_cache(maxsize=256)
 def assembly(dec: Decoding, bits: int, has_zero: bool, dtype: torch.dtype) -> str:
-    """PTX for :func:`.float_bits.words_as_floats`: the bits of :func:`.float_bits.as_float_bits`, or of signed 8-bit integers in
-    bfloat16 these themselves. Empty for what there is none for."""
+    """PTX for :func:`.float_bits.words_as_floats`: the bits of :func:`.float_bits.as_float_bits`; signed 8-bit integers in
+    bfloat16 as they are. Empty where there is no PTX for the format.
+    """
     half = dtype == torch.float16
     if dtype not in (torch.float16, torch.bfloat16) or dec.kind not in (INTEGERS, FLOATS):
         return ""
@@ -111,7 +113,7 @@ def assembly(dec: Decoding, bits: int, has_zero: bool, dtype: torch.dtype) -> st
     if dec.kind == FLOATS and (bits - 1 - dec.mantissa > (5 if half else 8) or dec.mantissa > (10 if half else 7)):
         return ""
     if dec.kind == FLOATS and 0 < dec.special < (1 << (bits - 1)) - (1 << dec.mantissa):
-        return ""  # infinity is where the bits of an exponent are not all ones
+        return ""  # infinity must have an all-ones exponent
     lines = _Lines()
     if bits < 8 and bits & 4:
         lines.add("prmt.b32 l, $8, $9, 0x5410;")
@@ -124,7 +126,7 @@ def assembly(dec: Decoding, bits: int, has_zero: bool, dtype: torch.dtype) -> st
     return str(lines)
 
 
-# What sm_89 and later convert by themselves: a float of eight bits and the decoding that is its own.
+# Conversions that sm_89 and later have in hardware: the 8-bit float formats by their decoding.
 _CONVERTED = {
     Decoding(FLOATS, mantissa=3, special=127, factor=2.0**120): "e4m3",
     Decoding(FLOATS, mantissa=2, special=124, factor=2.0**112): "e5m2",
@@ -132,7 +134,7 @@ _CONVERTED = {
 
 
 def bytes_as_floats(dec: Decoding, arch: int) -> str:
-    """PTX that makes four codes of eight bits, a word, four numbers in float32, by way of float16; empty where there is none."""
+    """PTX that converts a word of four 8-bit codes to four float32 values, through float16; empty where there is none."""
     if dec not in _CONVERTED or arch < 89:
         return ""
     lines = ["{", ".reg .b16 a, b;", ".reg .b32 c, d;", "mov.b32 {a, b}, $4;"]

@@ -1,6 +1,6 @@
-"""The blocks that each kernel works in: what was measured on this machine, what is shipped for its GPU, else a rule.
+"""Block sizes of the kernels: measured on this machine, else shipped for its GPU, else by a rule.
 
-Nothing here measures; ``lowbit tune`` does, and only when it is called.
+Nothing is measured here; ``lowbit tune`` does that when it is called.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = [
 ]  # fmt: skip
 
 Block = Mapping[str, int]
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # of M, by their largest; one for all above them
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # upper bounds of the buckets of M; 0 is the one above them
 _PROCESSORS = 132  # multiprocessors, of an H200
-_SHARED = 227 * 1024  # bytes that a block may hold there
-_SLACK = 32 * 1024  # of them for scales, zero points, and numbers on their way from thread to thread
+_SHARED = 227 * 1024  # bytes of shared memory of a block there
+_SLACK = 32 * 1024  # reserve for scales, zero points and layout conversions
 
 _fixed: ContextVar[tuple[str, Block] | None] = ContextVar("lowbit_fixed_block", default=None)
 
 
 def block(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int) -> Block:
-    """The block that ``kernel`` takes for ``m`` rows of x of ``dtype`` and a weight [n, k]."""
+    """The block of ``kernel`` for ``m`` rows of x of ``dtype`` and a weight [n, k]."""
     given = _fixed.get()
     if given is not None and given[0] == kernel:
         return given[1]
@@ -53,7 +53,7 @@ def _chosen(kernel: str, device: torch.device, scheme: Scheme, dtype: torch.dtyp
 
 @contextlib.contextmanager
 def fixed(kernel: str, chosen: Block) -> Iterator[None]:
-    """Within the block ``kernel`` takes ``chosen`` whatever the call (in this thread)."""
+    """Within the block ``kernel`` uses ``chosen`` for every call (in this thread)."""
     token = _fixed.set((kernel, chosen))
     try:
         yield
@@ -62,14 +62,13 @@ def fixed(kernel: str, chosen: Block) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Read the tables anew: what was measured since is taken from now on."""
+    """Rereads the tables, after something was measured."""
     tables.measured.cache_clear()
     _chosen.cache_clear()
 
 
 def key(kernel: str, weight: Scheme | int, m: int, n: int, k: int) -> str:
-    """What a block is kept under: the scheme or the bits of the weight, the bucket of M, and the powers of two at or above N and
-    K."""
+    """Key of a table: scheme or bits of the weight, bucket of M, and the powers of two at or above N and K."""
     of = f"{weight}bits" if isinstance(weight, int) else str(weight)
     return f"{kernel} {of} m{bucket(m)} {_power_above(n)}x{_power_above(k)}"
 
@@ -87,15 +86,16 @@ def _power_above(size: int) -> int:
 
 
 def rule(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int) -> Block:
-    """What was good on an H200 for such shapes, where no table says more."""
+    """What was fast on an H200 for such shapes, where no table has an entry."""
     if kernel == "gemv":
         return _wide(n, k) if supports_wide(scheme, dtype, k) else narrow(n, k)
     return _gemm(m, n, k, dtype) if kernel == "gemm" else _w8a8_gemm(m)
 
 
 def supports_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
-    """Whether a row of x can meet sixteen bytes a thread: codes of four bits whose groups are whole such pieces. In float32 x
-    would lose bits when it is divided by a power of two."""
+    """Whether ``gemv_wide`` can be used: 4-bit codes whose groups are whole runs of 16 bytes. Not for float32 x, which is divided
+    by powers of two and might lose bits.
+    """
     dec = scheme.fmt.decoding
     plain = dec.kind == INTEGERS or (dec.kind == FLOATS and dec.special == 0 and dec.mantissa <= 1)
     group = 0 if scheme.group(k) >= k else scheme.group_size
@@ -103,8 +103,8 @@ def supports_wide(scheme: Scheme, dtype: torch.dtype, k: int) -> bool:
     return plain and whole and dtype != torch.float32 and scheme.zero_point != "float"
 
 
-_ROWS_ENOUGH = 1024  # weights of as many rows share a compiled kernel; of fewer its blocks would leave processors idle
-_ROWS_PLENTY = 8192  # of as many another, with blocks of twice the rows
+_ROWS_ENOUGH = 1024  # larger weights share a compiled kernel; smaller ones need smaller blocks to occupy all multiprocessors
+_ROWS_PLENTY = 8192  # from here on blocks of twice the rows
 
 
 def _wide(n: int, k: int) -> Block:
@@ -115,7 +115,7 @@ def _wide(n: int, k: int) -> Block:
 
 
 def narrow(n: int, k: int) -> Block:
-    """For one row of x and a word a thread, which any scheme and any K can have."""
+    """One row of x, one word a thread: any scheme and any K."""
     words = -(-k // 8)
     warps = 4 if words >= 128 else 2 if words >= 64 else 1
     wide = 2 if words >= 64 * warps else 1
@@ -123,18 +123,18 @@ def narrow(n: int, k: int) -> Block:
 
 
 def _gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Block:
-    if dtype == torch.float32:  # products on the ordinary cores: a block holds what fits their registers
+    if dtype == torch.float32:  # fp32 products on CUDA cores: a block is limited by registers
         return {"BLOCK_M": 16 if m <= 16 else 32, "BLOCK_N": 32, "WORDS": 16, "num_warps": 4, "STAGES": 1, "SPLIT_K": 1}
-    if m <= 16:  # with fewer than 16 rows of x, or fewer than four warps, the compiler takes slower products
+    if m <= 16:  # with fewer than 16 rows of x or four warps the compiler does not use the fast products
         block_m, block_n, warps, stages, each = 16, 64, 4, 4, 4
     elif m <= 64:
         block_m, block_n, warps, stages, each = (32 if m <= 32 else 64), 128, 4, 3, 2
-        if m > 32 and n >= 8192:  # rows of the weight enough for blocks of half the size, of which more share a processor
+        if m > 32 and n >= 8192:  # enough rows of the weight for blocks of half the size, more of which share a multiprocessor
             block_n, stages = 64, 4
-    else:  # of an expert's rows there may be any number
+    else:  # experts may have any number of rows
         block_m, block_n, warps, stages, each = 128, 128, 8, 4, 1
     tiles = -(-n // block_n) * -(-m // block_m)
-    parts = max(1, min(8, each * _PROCESSORS // tiles, k // 512))  # blocks enough for several to share a processor
+    parts = max(1, min(8, each * _PROCESSORS // tiles, k // 512))  # enough blocks for several to share a multiprocessor
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "SPLIT_K": parts}
 
 
@@ -150,8 +150,9 @@ def _w8a8_gemm(m: int) -> Block:
 
 
 def shared_bytes(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: int) -> int:
-    """The bytes of shared memory that a block of ``gemm`` or ``w8a8_gemm`` takes, as the compiler lays it out: of every stage
-    both factors, and, of two stages or where K ends within a step, the numbers of codes that it looks up in a table."""
+    """Bytes of shared memory of a block of ``gemm`` or ``w8a8_gemm``, as the compiler lays it out: both operands of every stage
+    and, with two stages or where K ends within a step, the values of codes that are looked up.
+    """
     stages = chosen["STAGES"]
     if kernel == "w8a8_gemm":
         return stages * chosen["BLOCK_K"] * (chosen["BLOCK_M"] + chosen["BLOCK_N"]) + _SLACK
@@ -164,7 +165,7 @@ def shared_bytes(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype,
 
 
 def fitted(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: int, limit: int | None) -> Block:
-    """``chosen``, or with fewer stages, then with smaller tiles, what holds at most ``limit`` bytes of shared memory."""
+    """``chosen`` with fewer stages, then smaller tiles, until it fits ``limit`` bytes of shared memory."""
     if limit is None or kernel == "gemv":
         return chosen
     found = dict(chosen)
@@ -180,7 +181,7 @@ def fitted(kernel: str, chosen: Block, scheme: Scheme, dtype: torch.dtype, k: in
 
 @lru_cache(maxsize=64)
 def shared_memory(device: torch.device) -> int | None:
-    """Bytes that a block may hold on ``device``; None where nothing limits them (the interpreter)."""
+    """Bytes of shared memory that a block may have on ``device``; None: no limit (the interpreter)."""
     if device.type == "cpu":
         return None
     from triton.runtime import driver
@@ -193,8 +194,7 @@ def shared_memory(device: torch.device) -> int | None:
 
 
 def candidates(kernel: str, scheme: Scheme, dtype: torch.dtype, m: int, n: int, k: int, limit: int | None = None) -> list[Block]:
-    """The blocks to measure, the rule's first, on a device where each may hold ``limit`` bytes of shared memory;
-    None: as many as on an H200."""
+    """Blocks to measure, the rule's first, within ``limit`` bytes of shared memory; None: those of an H200."""
     limit = _SHARED if limit is None else limit
     first = dict(fitted(kernel, rule(kernel, scheme, dtype, m, n, k), scheme, dtype, k, limit))
     if kernel == "gemv":
@@ -229,7 +229,8 @@ def _gemm_candidates(m: int, n: int, k: int) -> Iterator[dict[str, int]]:
             seen.add(found)
             one = {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": 16, "num_warps": warps, "STAGES": stages, "SPLIT_K": parts}
             yield one
-            if warps == 8 and block_m * block_n <= 64 * 128:  # two such blocks share a processor, if they are made to
+            if warps == 8 and block_m * block_n <= 64 * 128:  # two such blocks share a multiprocessor if their registers are
+                # limited
                 yield {**one, "REGISTERS": 128}
 
 

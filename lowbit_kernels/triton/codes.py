@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: N803, N806 - compile-time constants of a kernel are written in capitals
-"""From the canonical bytes to numbers, inside a Triton kernel; see :mod:`lowbit.packing` for the bytes.
+"""Unpacking of canonical bytes inside Triton kernels; see :mod:`lowbit.packing` for the bytes.
 
-Words of eight codes are loaded once and their fields taken by shifts, so that no value moves from one thread to another:
-field ``j`` of word ``i`` is the code of column ``8 i + j``. Everything here is plain Triton, with no assembly, so that
-every vendor and the interpreter take the same code.
+Words of eight codes are loaded once and fields are extracted by shifts, so that no value moves between threads: field ``j`` of
+word ``i`` is the code of column ``8 i + j``. Plain Triton without assembly, so that every vendor and the interpreter run the same
+code.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def load_plane(rows, row_mask, word, K, WIDTH: tl.constexpr, ALIGNED: tl.constex
 
 @triton.jit
 def _plane_bytes(K, WIDTH: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr):
-    """The bytes of a row's plane. Blocks of WORDS words that are all whole leave it at a multiple of as many, which the compiler
-    cannot know, and needs for copies of several bytes."""
+    """Bytes of a row's plane. Where blocks of WORDS words are all full it is a multiple of WORDS words, which the compiler cannot
+    know and needs for vector copies.
+    """
     if EVEN:
         size = tl.multiple_of(K // 8, WORDS) * WIDTH
     else:
@@ -92,7 +93,7 @@ def load_words(rows, row_mask, word, K, BITS: tl.constexpr, ALIGNED: tl.constexp
 
 @triton.jit
 def _place(words, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constexpr):
-    """The ``WIDTH`` bits from bit ``FROM`` on, at bit ``TO``, and zeros around them."""
+    """``WIDTH`` bits from bit ``FROM`` on, moved to bit ``TO``, other bits 0."""
     if FROM > TO:
         words = words >> (FROM - TO)
     elif FROM < TO:
@@ -103,7 +104,7 @@ def _place(words, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def field(first, second, third, j: tl.constexpr, BITS: tl.constexpr, AT: tl.constexpr):
-    """Codes ``j`` of words as :func:`load_words` gives them, from bit ``AT`` on: int32."""
+    """Codes ``j`` of words as :func:`load_words` returns them, at bit ``AT``: int32."""
     if BITS == 8:
         codes = _place(first if j < 4 else second, j % 4 * 8, AT, 8)
     else:
@@ -120,13 +121,13 @@ def field(first, second, third, j: tl.constexpr, BITS: tl.constexpr, AT: tl.cons
 
 @triton.jit
 def fp4_pairs(words, j: tl.constexpr, MANTISSA: tl.constexpr, FACTOR: tl.constexpr):
-    """Fields ``j`` and ``j + 4`` of words of eight floats of four bits, by way of float16: float32 and exact."""
+    """Fields ``j`` and ``j + 4`` of words of eight 4-bit floats, through float16: float32, exact."""
     sign = _place(words, 4 * j + 3, 15, 1) | _place(words, 4 * j + 19, 31, 1)
     low: tl.constexpr = 10 - MANTISSA
     both = sign | _place(words, 4 * j, low, 3) | _place(words, 4 * j + 16, low + 16, 3)
     first = both.to(tl.int16).to(tl.float16, bitcast=True)
     second = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    missing: tl.constexpr = FACTOR / 5192296858534827628530496329220096.0  # 2**112: the exponent's bias is 15, and not 127
+    missing: tl.constexpr = FACTOR / 5192296858534827628530496329220096.0  # 2**112: difference of the exponent biases 127 and 15
     return (first * missing).to(tl.float16).to(tl.float32), (second * missing).to(tl.float16).to(tl.float32)
 
 
@@ -155,7 +156,7 @@ def numbers(
 ):  # fmt: skip
     """The numbers of int32 ``codes``, float32 and exact, by a :class:`lowbit.decoding.Decoding`."""
     if KIND == _INTEGERS:
-        # The codes as the last bits of 2**23 + code: no instruction that converts, of which there are few a clock.
+        # Codes as the low bits of 2**23 + code: avoids conversion instructions, which have a low rate.
         magic = ((codes ^ FLIP) | 0x4B000000).to(tl.float32, bitcast=True)
         found = magic - (8388608.0 + FLIP)
         if FACTOR != 1.0:
@@ -185,9 +186,9 @@ def scale_of(stored, table, KIND: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL:
 
 @triton.jit
 def load_groups(pointers, row_mask, step, K, GROUP: tl.constexpr, WORDS: tl.constexpr):
-    """What stands at ``pointers`` [R] for each group that block ``step`` of WORDS words touches: columns [R, 1].
+    """Loads from ``pointers`` [R] for each group that block ``step`` of WORDS words touches: columns [R, 1].
 
-    Columns cost less to bring to the threads that hold the words of a group than a value for each word.
+    Broadcasting a column to the threads that hold the words of a group costs less than a value for each word.
     """
     if GROUP == 0:
         found = (tl.load(pointers, mask=row_mask, other=0)[:, None],)
@@ -199,7 +200,7 @@ def load_groups(pointers, row_mask, step, K, GROUP: tl.constexpr, WORDS: tl.cons
         for g in tl.static_range(1, TOUCHED):
             target = row_mask & (tl.full([pointers.shape[0]], 0, tl.int32) + (first + g) * GROUP < K)
             column = tl.load(pointers + first + g, mask=target, other=0)[:, None]
-            found = found + (column,)  # type: ignore[assignment] # noqa: RUF005 - Triton has no other way to add to a tuple
+            found = found + (column,)  # type: ignore[assignment] # noqa: RUF005 - Triton has no other way to append to a tuple
     return found
 
 
@@ -217,12 +218,12 @@ def per_word(columns, step, GROUP: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def load_stored(pointers, ramp_ptr, row_mask, step, K, GROUP: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr):
-    """:func:`load_groups` and :func:`per_word` in one: rows ``pointers`` [R] at multiples of four bytes, groups and blocks
-    of which one is a multiple of the other.
+    """:func:`load_groups` and :func:`per_word` in one, for ``pointers`` [R] aligned to four bytes, where group or block is a
+    multiple of the other.
 
-    Groups come four bytes at a time, the least that the copies which run ahead of a loop take. ``ramp_ptr``: 0, 1, 2, ... in
-    memory. All that is done to a weight on the way to a product has to begin at loads, else the compiler does it elsewhere, and
-    brings the weight to the threads that multiply it by way of shared memory: so not even a shift may come from a range.
+    Groups are loaded four bytes at a time, the least that cp.async copies. ``ramp_ptr``: 0, 1, 2, ... in memory. Everything
+    applied to a weight on its way into a product must start at loads; otherwise the compiler computes it in another layout and
+    moves the weight through shared memory. So not even a shift may come from a range.
     """
     DTYPE: tl.constexpr = pointers.dtype.element_ty
     SIZE: tl.constexpr = DTYPE.primitive_bitwidth
@@ -241,7 +242,7 @@ def load_stored(pointers, ramp_ptr, row_mask, step, K, GROUP: tl.constexpr, WORD
         words = tl.where(place // PER == w, tl.load(target + w, mask=mask, other=0)[:, None], words)
     if PER > 1:
         words = words >> (place % PER * SIZE)
-    if TOUCHED > 1 and not EVEN:  # beyond K may stand anything
+    if TOUCHED > 1 and not EVEN:  # values beyond K are undefined
         words = tl.where((first + group) * GROUP < K, words, 0)
     bits = words.to(tl.int8 if SIZE == 8 else tl.int16 if SIZE == 16 else tl.int32)
     return bits.to(DTYPE, bitcast=True)

@@ -1,6 +1,11 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: N803 - compile-time constants of a kernel are written in capitals
-"""A packed weight of any format, or some of its rows, as numbers."""
+"""Dequantizes a packed weight of any format, or some of its rows.
+
+   packed [N, bytes] --load_words, field--> codes --numbers, - zero, * scale--> f32 --store--> out [COUNT, K]
+
+Contract: exact, rounded once to the dtype of out. Limit: the bytes of out.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +32,9 @@ def dequantize(
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_INDEX: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows and WORDS words of ``out`` [COUNT, K]: rows of the weight, or those that ``index`` names. ``N`` rows share an
-    outer scale."""
+    """ROWS rows and WORDS words of ``out`` [COUNT, K]: rows of the weight, or those in ``index``. ``N`` rows share a tensor
+    scale.
+    """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = i < COUNT
     row = tl.load(index_ptr + i, mask=mask, other=0).to(tl.int64) if HAS_INDEX else i

@@ -1,4 +1,4 @@
-"""What kernels read of a format: its numbers, and how the code nearest to a number is found."""
+"""How kernels encode a format: its values, and how the nearest code is found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowbit.formats import Format, get_format
 
 __all__ = ["Encoding", "encoding", "steps_of", "table_of"]
 
-_MAX = 16  # numbers of a table that is searched one by one
+_MAX = 16  # largest table that is searched linearly
 
 
 class Encoding(NamedTuple):
@@ -50,7 +50,7 @@ def _encoding(fmt: Format) -> Encoding | None:
     dec = fmt.decoding
     if dec.kind == INTEGERS and fmt.step is not None and fmt.nan is None:
         return Encoding(INTEGERS, inverse=1 / fmt.step, low=fmt.min / fmt.step, high=fmt.max / fmt.step)
-    # The sign of what rounds to zero is kept, and of codes that are never produced there are none below the largest number.
+    # The sign of zero is kept, and no code below the largest value is unused.
     if dec.kind == FLOATS and not fmt.unused and fmt.negative_zero is not None and fmt.max < 2.0**64:
         least = round(math.log2(dec.factor)) + 1
         if least + 23 - dec.mantissa > 0:
@@ -65,8 +65,9 @@ _steps: dict[tuple[str, torch.device], tuple[Format, Tensor, Tensor]] = {}
 
 
 def steps_of(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Between which numbers the codes of a format change (float32), and the codes in the order of their numbers (uint8): kept,
-    so that a CUDA graph can capture their use."""
+    """Boundaries between the values of a format (float32), and its codes in the order of values (uint8); cached, so that a CUDA
+    graph can capture their use.
+    """
     known = _steps.get((name, device))
     if known is None or known[0] is not get_format(name):
         fmt = get_format(name)
@@ -81,7 +82,7 @@ _tables: dict[tuple[str, torch.device], tuple[Format, Tensor]] = {}
 
 
 def table_of(name: str, device: torch.device) -> Tensor:
-    """The numbers of a format, float32 [2**bits] on ``device``: kept, so that a CUDA graph can capture its use."""
+    """The values of a format, float32 [2**bits] on ``device``; cached, so that a CUDA graph can capture their use."""
     known = _tables.get((name, device))
     if known is None or known[0] is not get_format(name):
         fmt = get_format(name)

@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: N803 - compile-time constants of a kernel are written in capitals
-"""How every product ends: the bias, a function, one rounding."""
+"""Epilogue of every product: bias, function, one rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _sigmoid(y):
-    small = tl.exp(-tl.abs(y))  # which never overflows
+    small = tl.exp(-tl.abs(y))  # exp(-|y|) cannot overflow
     return tl.where(y < 0.0, small, 1.0) / (1.0 + small)
 
 
@@ -32,7 +32,7 @@ def _apply_epilogue(y, EPILOGUE: tl.constexpr):
 
 @triton.jit
 def store_output(sums, bias, bias_mask, target, mask, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr):
-    """Store ``sums`` (float32) at the pointers ``target``: plus what stands at ``bias``, after a function, rounded once."""
+    """Stores ``sums`` (float32) at the pointers ``target``: plus ``bias``, through the epilogue, rounded once."""
     if HAS_BIAS:
         sums += tl.load(bias, mask=bias_mask, other=0.0).to(tl.float32)
     tl.store(target, _apply_epilogue(sums, EPILOGUE).to(target.dtype.element_ty), mask=mask)

@@ -16,7 +16,8 @@ def as_float_bits(
     SPECIAL: tl.constexpr,
 ):  # fmt: skip
     """int16 bits: of an integer 128 + code in bfloat16 or 1024 + code in float16, exact; of a float its sign, exponent and
-    mantissa where the dtype has them, a power of two too small."""
+    mantissa in the place of the dtype's, smaller by a power of two.
+    """
     if KIND == _INTEGERS:
         bits = (codes ^ FLIP) | (0x6400 if tl.float16 == DTYPE else 0x4300)
     else:
@@ -33,7 +34,7 @@ _TO_EIGHT = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r")
 
 @triton.jit
 def words_as_floats(first, second, third, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Eight times the int16 bits of a field of each word, by what :mod:`.assembly` makes for the format."""
+    """The int16 bits of the eight fields of each word, by the PTX of :mod:`.assembly` for the format."""
     if BITS == 8:
         words = (first, second)
     else:

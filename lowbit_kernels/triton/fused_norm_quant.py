@@ -1,4 +1,4 @@
-"""Rows for tokens that are rounded once and multiplied several times: RMSNorm that ends in codes, products that begin there."""
+"""Rows for tokens that are quantized once and multiplied several times: RMSNorm that ends in codes, and products of codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .operands import launch_options, on_device, supports_pdl
 
 __all__ = ["codes_linear", "rms_norm_quantize"]
 
-_MAX_COLUMNS = 1 << 15  # that a block holds: 64 numbers a thread of sixteen warps
+_MAX_COLUMNS = 1 << 15  # of a row that a block can hold: 64 values a thread of sixteen warps
 
 
 def rms_norm_quantize(x: Tensor, weight: Tensor | None, eps: float, activation: Scheme) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def _refusal(call: Call) -> str | None:
 
 
 def _norm_interpreted(x: Tensor, weight: Tensor | None, eps: float, activation: Scheme) -> tuple[Tensor, Tensor]:
-    """:func:`rms_norm_quantize` in the interpreter, where bfloat16 is widened, which is exact."""
+    """:func:`rms_norm_quantize` in the interpreter: bfloat16 is widened, which is exact."""
     return rms_norm_quantize(x.float(), None if weight is None else weight.float(), eps, activation)
 
 
@@ -68,7 +68,7 @@ def _codes_interpreted(
     codes: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None,
     bias: Tensor | None, scheme: Scheme, activation: Scheme, k: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """:func:`codes_linear` in the interpreter: bfloat16 is widened, and the result rounded by torch."""
+    """:func:`codes_linear` in the interpreter: bfloat16 is widened, and torch rounds the result."""
     wide = None if bias is None else bias.float()
     y = codes_linear(codes, x_scale, packed, scale.float(), zero_point, outer, wide, scheme, activation, k, torch.float32)
     return y.to(dtype)
@@ -89,7 +89,7 @@ _NORM = Kernel(
 register(_NORM)
 register(dataclasses.replace(_NORM, name=f"{_NORM.name}_interpreted", run=_norm_interpreted, **ON_A_CPU))
 
-for _row in ROWS:  # the products of codes are the same, only that somebody else has rounded x
+for _row in ROWS:  # the same products of codes, with x quantized before
     _own: dict[str, Any] = {"op": "codes_linear", "run": codes_linear, "epilogues": _NORM.epilogues}
     _codes = dataclasses.replace(_row, name=f"{_row.name}_prequantized", **_own)
     register(_codes)

@@ -1,6 +1,14 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: N803, N806 - compile-time constants of a kernel are written in capitals
-"""One row of x times a packed weight of any format: exact numbers times x in float32."""
+"""GEMV of one row of x and a packed weight of any format, in float32.
+
+   packed [ROWS, bytes] --load_words, field--> codes --values - zero, f32--+--fma--> part of a group --* scale--> total [ROWS]
+   x [K], every eighth column ---------------------------------------------+         y [ROWS] <--epilogue, sum over threads--+
+
+Contract: exact: fp32 sums of the exact weights, rounded once. Limit: the bytes of the weight.
+Reached (evals/results/gemv_h200_triton.json, 8192 x 8192, bfloat16, one H200): int8 19.5 us, 0.74 of the time to read its bytes
+and 1.7 times as fast as F.linear; fp8 17.7 us, 0.82 and 1.9 times.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +25,7 @@ def store_sums(
     SCALE_KIND: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_SPECIAL: tl.constexpr, SCALE_FACTOR: tl.constexpr,
     GROUP: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``n`` of ``y``: their sums times the scale of the row, if its groups had none, and of the tensor, and what ends every
-    product."""
+    """Stores rows ``n`` of ``y``: sums times the row's scale, where groups have none, and the tensor scale, then the epilogue."""
     if GROUP == 0:
         stored = tl.load(scale_ptr + n.to(tl.int64) * stride_scale, mask=n_mask, other=0)
         y *= scale_of(stored, scale_table_ptr, SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR)
@@ -45,12 +52,12 @@ def gemv(
     ALIGNED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of ``y``: WORDS words of each row at a time, whose fields meet every eighth column of x.
+    """ROWS elements of ``y``, WORDS words of each row at a time; each field is multiplied by every eighth column of x.
 
-    ``GROUP``: 0 where the whole row has one scale, else a multiple of 8. ``ZERO``: 0, none; 1, whole; 2, floats. ``ASM``: that of
+    ``GROUP``: 0 where the whole row has one scale, else a multiple of 8. ``ZERO``: 0 none, 1 integers, 2 floats. ``ASM``: see
     :func:`.assembly.bytes_as_floats`.
     """
-    # Integers lie at bit 4, where one instruction masks a field and makes it the last bits of 2**23 + 16 code.
+    # Integers are extracted at bit 4, where one instruction masks a field and makes it the low bits of 2**23 + 16 code.
     AT: tl.constexpr = 4 if BITS < 8 else 0
     UNIT: tl.constexpr = FACTOR / (1 << AT)
     PAIRS: tl.constexpr = KIND == _FLOATS and BITS == 4 and SPECIAL == 0
@@ -61,7 +68,7 @@ def gemv(
     row = n.to(tl.int64)
     rows = packed_ptr + row * stride_packed
     at = tl.arange(0, WORDS)
-    word = at + opaque  # a zero that the compiler does not know keeps threads at one word each
+    word = at + opaque  # adds a zero unknown to the compiler, which keeps each thread at one word
     column = tl.arange(0, 8 * WORDS)
     total = tl.zeros([ROWS, WORDS], tl.float32)
     a, b, c = load_words(rows, n_mask, word, K, BITS, ALIGNED, EVEN)
@@ -82,7 +89,8 @@ def gemv(
         if ZERO != 1:
             zero = 8388608.0 + (FLIP << AT)
         if GROUP > 0:
-            group = tl.max_contiguous(here // (GROUP // 8), WORDS)[None, :]  # not so, but it keeps the threads in a row
+            # not true, but makes the compiler lay out threads along the row
+            group = tl.max_contiguous(here // (GROUP // 8), WORDS)[None, :]
             stored = tl.load(scale_ptr + row[:, None] * stride_scale + group, mask=mask, other=0)
         if ZERO > 0:
             if GROUP > 0:
@@ -90,7 +98,7 @@ def gemv(
             else:
                 stored_zero = tl.load(zero_ptr + row * stride_zero, mask=n_mask, other=0)[:, None]
             if ZERO == 1:
-                # 2**23 + zero, as its codes are
+                # 2**23 + zero, like the codes
                 zero = ((stored_zero.to(tl.int32) << AT) | 0x4B000000).to(tl.float32, bitcast=True)
             else:
                 shift = stored_zero.to(tl.float32) * (1 << AT)

@@ -1,6 +1,14 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: N803, N806 - compile-time constants of a kernel are written in capitals
-"""One row of x times codes of four bits, sixteen bytes a thread: exact numbers times x in float32."""
+"""GEMV of one row of x and 4-bit codes, sixteen bytes a thread, in float32.
+
+   packed [ROWS, 16 bytes a thread] --split4--> words --field in place--> 2**23 + 2**(4 j) code --fma--> total [ROWS] --> y
+   x [K] / 2**(4 j) -------------------------------------------------------------------------------+
+
+Contract: exact: fp32 sums of the exact weights, rounded once. Limit: the bytes of the weight.
+Reached (evals/results/gemv_h200_triton.json as triton_gemv, 8192 x 8192, bfloat16, one H200): int4 14.7 us, 0.52 of the time to
+read its bytes and 2.3 times as fast as F.linear; mxfp4 15.6 us, 0.50 and 2.2 times.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +30,15 @@ def split4(words):
 
 @triton.jit
 def _place(j: tl.constexpr):
-    """Where field ``j`` lies when it is taken: fields 0 to 4 where they are, the others after a shift of 12 bits."""
+    """Place of field ``j`` when it is used: fields 0 to 4 in place, the others after a shift by 12 bits."""
     return 4 * j if j < 5 else 4 * j - 12
 
 
 @triton.jit
 def _integers(part, words, xs, zeros, magic):
-    """``part`` plus the codes of ``words`` less their zero points, times ``xs``.
+    """``part`` plus (codes of ``words`` minus zero points) times ``xs``.
 
-    A field that is not moved is the last bits but 4 j of 2**23 + 2**(4 j) code; ``xs`` are divided by as much.
+    A field in place is the low bits, from 4 j on, of 2**23 + 2**(4 j) code; ``xs`` are divided by 2**(4 j).
     """
     shifted = words >> 12
     for j in tl.static_range(8):
@@ -45,8 +53,8 @@ _BOTH_HALVES = tl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt
 
 @triton.jit
 def _split_f16x2(both, ON_CUDA: tl.constexpr):
-    """The lower and the upper float16 of each word, as float32."""
-    if ON_CUDA:  # else the compiler moves the upper one down before it converts
+    """The low and the high float16 of each word, as float32."""
+    if ON_CUDA:  # otherwise the compiler shifts the high one before converting it
         low, high = tl.inline_asm_elementwise(
             _BOTH_HALVES, "=f,=f,r", [both], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
         )
@@ -58,7 +66,7 @@ def _split_f16x2(both, ON_CUDA: tl.constexpr):
 
 @triton.jit
 def _floats(part, words, xs, MANTISSA: tl.constexpr, ON_CUDA: tl.constexpr):
-    """``part`` plus the floats of ``words`` times ``xs``, two at a time by way of float16, 2**14 times too small."""
+    """``part`` plus the floats of ``words`` times ``xs``, two at a time through float16, smaller by 2**14."""
     low: tl.constexpr = 10 - MANTISSA
     for j in tl.static_range(4):
         sign = words if j == 3 else words << (12 - 4 * j)
@@ -79,18 +87,18 @@ def gemv_wide(
     GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
     FULL: tl.constexpr, PDL: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS numbers of ``y``: QUADS times four words of each row at a time. K, and GROUP if it is not 0 (one scale a row) or
-    16 (with no zero points), are multiples of 32; rows lie at multiples of 16 bytes.
+    """ROWS elements of ``y``, QUADS times four words of each row at a time. K, and GROUP unless it is 0 (one scale a row) or 16
+    (without zero points), are multiples of 32; rows are aligned to 16 bytes.
 
-    ``FULL``: K fills a block. The last one then ends with the row, and meets zeros where the one ahead of it has been: no load of
-    the weight is masked along K, and every such K has the same kernel.
+    ``FULL``: K fills a block. The last block then ends with the row and multiplies by zeros where it overlaps the one before: no
+    load of the weight is masked along K, and all such K share a kernel.
     """
     NOTHING: tl.constexpr = None if FULL else 0
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n_mask = n < N
-    row = tl.minimum(n, N - 1).to(tl.int64)  # beyond the last row the last one once more, so that no load asks which row it is
+    row = tl.minimum(n, N - 1).to(tl.int64)  # rows beyond the last repeat it, so that no load is masked
     rows = (packed_ptr + row * stride_packed).to(tl.pointer_type(tl.int32))
     at, each = tl.arange(0, QUADS), tl.arange(0, 4 * QUADS)
     nothing = magic - 0x4B000000
@@ -106,7 +114,7 @@ def gemv_wide(
         words = split4(tl.load(rows[:, None] + word[None, :], mask=mask_words, other=NOTHING))
         if GROUP > 0:
             group = (quad // (GROUP // 32) if GROUP >= 32 else quad * 2) + nothing
-            group = tl.max_contiguous(group, QUADS)[None, :]  # not so, but it keeps the threads in a row
+            group = tl.max_contiguous(group, QUADS)[None, :]  # not true, but makes the compiler lay out threads along the row
             stored = tl.load(scale_ptr + row[:, None] * stride_scale + group, mask=mask, other=NOTHING)
             if GROUP == 16:
                 stored_second = tl.load(scale_ptr + row[:, None] * stride_scale + group + 1, mask=mask, other=NOTHING)
@@ -121,7 +129,7 @@ def gemv_wide(
         for j in tl.static_range(1, 5):
             zeros = zeros + (((zero << (4 * j)) + magic).to(tl.float32, bitcast=True),)  # type: ignore[assignment] # noqa: RUF005
         if PDL:
-            tl.extra.cuda.gdc_wait()  # the first time; then it has nothing to wait for
+            tl.extra.cuda.gdc_wait()  # in the first iteration only; later there is nothing to wait for
         part = tl.zeros([ROWS, QUADS], tl.float32)
         for t in tl.static_range(4):
             there_x = x_ptr + (quad * 32 + t * 8)[:, None] + column[None, :]
@@ -142,7 +150,7 @@ def gemv_wide(
     if KIND == _INTEGERS:
         y *= FACTOR
     else:
-        y *= FACTOR / 5192296858534827628530496329220096.0  # 2**112: the exponent's bias is 15, and not 127
+        y *= FACTOR / 5192296858534827628530496329220096.0  # 2**112: difference of the exponent biases 127 and 15
     store_sums(
         y, scale_ptr, outer_ptr, bias_ptr, scale_table_ptr, y_ptr, n, n_mask, stride_scale,
         SCALE_KIND, SCALE_MANTISSA, SCALE_SPECIAL, SCALE_FACTOR, GROUP, HAS_OUTER, HAS_BIAS, EPILOGUE,

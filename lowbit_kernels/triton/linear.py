@@ -86,14 +86,14 @@ def _gemv_wide(
 
 
 def _exact_in_sixteen_bits(name: str) -> bool:
-    """Whether the kernel makes the numbers of a format in bfloat16 and in float16 without rounding them."""
+    """Whether a format's values are exact in bfloat16 and in float16."""
     fmt = get_format(name)
     dec, bits = fmt.decoding, fmt.bits
     return dec.kind == INTEGERS or (dec.kind == FLOATS and bits - 1 - dec.mantissa <= 5)
 
 
 def scale_mode(scheme: Scheme, k: int, words: int, dtype: torch.dtype) -> int:
-    """``SCALE_MODE`` of :func:`.gemm.gemm`: 0 where numbers are exact in ``dtype`` and a group is a whole number of blocks."""
+    """``SCALE_MODE`` of :func:`.gemm.gemm`: 0 where values are exact in ``dtype`` and a group is a whole number of blocks."""
     dec = scheme.fmt.decoding
     group = 0 if scheme.group(k) >= k else scheme.group_size
     exact = (_exact_in_sixteen_bits(scheme.format) or dtype == torch.float32) and scheme.zero_point != "float"
@@ -176,8 +176,9 @@ def _product(x: Tensor, weight: Parts, bias: Tensor | None, n: int, scheme: Sche
 
 
 def widened(run: Any) -> Any:
-    """``run`` in Triton's interpreter, which multiplies the raw bits of bf16: here bf16 is widened, which is exact, and the
-    result rounded to it by torch."""
+    """``run`` in Triton's interpreter, which multiplies the raw bits of bfloat16: bfloat16 is widened, which is exact, and torch
+    rounds the result.
+    """
 
     def wide(tensor: Tensor | None) -> Tensor | None:
         return tensor.float() if tensor is not None and tensor.dtype == torch.bfloat16 else tensor
@@ -222,9 +223,9 @@ def _interprets() -> str | None:
     return None
 
 
-_MAX = 64  # rows of x above which a dequantized weight and the library's own product are faster
-_PREFETCH_STEPS = 8  # steps of triton_gemm whose codes come while the kernel ahead ends; for fewer rows of x it was slower
-_WORDS = 16  # words of eight codes that a block of triton_gemm takes at a time: the least that a product of tensor cores takes
+_MAX = 64  # rows of x above which dequantizing and torch's GEMM are faster
+_PREFETCH_STEPS = 8  # steps of triton_gemm whose codes are prefetched while the kernel ahead ends; slower for fewer rows of x
+_WORDS = 16  # words of eight codes in a step of triton_gemm: the least K of a tensor-core product
 
 
 def _whole_blocks(size: int) -> str | None:
@@ -232,8 +233,9 @@ def _whole_blocks(size: int) -> str | None:
 
 
 def _defer_gemv(call: Call) -> str | None:
-    """A large weight of odd width meets even one row faster on the tensor cores: putting its codes together from two planes takes
-    triton_gemv, which does it for one code at a time, longer than reading them."""
+    """Large weights of odd width are faster on the tensor cores even for one row of x: composing codes of two planes takes
+    triton_gemv, which does so code by code, longer than reading them.
+    """
     return "triton_gemm" if call.scheme.bits % 2 and call.n * call.k >= 1 << 25 else None
 
 
@@ -274,6 +276,6 @@ _GROUPED_ROUNDED = dataclasses.replace(
 
 for _row, _rows in ((_GEMV, 1), (_GEMM, 17), (_ROUNDED, 17), (_GROUPED, 3), (_GROUPED_ROUNDED, 3)):
     register(_row)
-    # The interpreter takes a second for what a GPU does in a microsecond: few rows of x, and the blocks that they are given.
+    # A second in the interpreter is a microsecond on a GPU: few rows of x, and one block size.
     _few: dict[str, Any] = {"m": (1, _rows), "tiles": _row.tiles[:1]}
     register(dataclasses.replace(_row, name=f"{_row.name}_interpreted", run=widened(_row.run), **_few, **ON_A_CPU))

@@ -1,6 +1,12 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: N803 - compile-time constants of a kernel are written in capitals
-"""RMSNorm of a token, rounded to eight bits with a scale a token, in one pass: what several products read."""
+"""RMSNorm of a token, quantized to 8 bits with a scale a token, in one pass: several products read the codes.
+
+   x row [K] --load once--> registers --max |x w|--> scale' --> codes [K]
+                                 +------ mean(x^2) --> 1 / root --* scale'--> scale
+
+Contract: the codes of x times the norm's weight; the root is applied to the scale alone. Limit: the bytes of x.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +23,11 @@ def rms_norm_quantize(
     LOW: tl.constexpr, HIGH: tl.constexpr, NAN: tl.constexpr, COUNT: tl.constexpr, REACH: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token of ``x`` [M, K], held whole: its codes [M, K] and its scale [M]. ``REACH``: the number of the largest. ``share``:
-    1 / K, what a square counts for in the mean.
+    """One token of ``x`` [M, K], held in registers: codes [M, K] and scale [M]. ``REACH``: code value of the largest magnitude.
+    ``share``: 1 / K.
 
-    All numbers of a token are divided by one root, so codes depend on ``x`` times the weight alone, and the root meets the scale:
-    nothing waits for the sum of squares but one number.
+    All values of a token are divided by one root, so codes depend only on ``x`` times the weight and the root is applied to the
+    scale: only one value waits for the sum of squares.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -34,10 +40,10 @@ def rms_norm_quantize(
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * stride_x + column, mask=mask, other=None if EVEN else 0.0).to(tl.float32)
     numbers = x * weight if HAS_WEIGHT else x
-    # The bits of magnitudes order as the numbers do, with infinity and then NaN above them.
+    # Bits of magnitudes are ordered like values, with infinity and then NaN above them.
     largest = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
     largest = (tl.zeros([1], tl.int32) + largest).to(tl.float32, bitcast=True)
-    # Below it the numbers of a code would pass float32, and the row has fewer of them.
+    # Smaller rows would overflow float32 in x / scale; they use fewer codes.
     held = tl.where(largest < 3.009265538105056e-36, 3.009265538105056e-36, largest)  # 2**-118; NaN stays
     root = tl.math.sqrt_rn((tl.zeros([1], tl.float32) + tl.sum(x * x, axis=0)) * share + eps)
     scale = tl.where(largest == 0.0, 0.0, divided(held, root * REACH))

@@ -1,4 +1,4 @@
-"""What the kernels take: a weight's parts as pointers, strides and compile-time constants, and what a device can do."""
+"""Operands of the kernels: a weight's parts as pointers, strides and compile-time constants, and what a device supports."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Parts:
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:
-    """``tensor`` [N, C] with its columns side by side; a slice of rows or columns is taken as it is."""
+    """``tensor`` [N, C] with contiguous rows; slices of rows or columns are used as they are."""
     return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
 
 
@@ -89,17 +89,17 @@ def ramp(device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def supports_pdl(device: torch.device) -> bool:
-    """Whether kernels may start before those ahead of them have ended."""
+    """Whether kernels may start before their predecessors have ended (PDL)."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def on_cuda(device: torch.device) -> bool:
-    """Whether kernels may hold PTX."""
+    """Whether kernels may contain PTX."""
     return device.type == "cuda" and torch.version.cuda is not None
 
 
 def assembly_for(scheme: Scheme, x: Tensor) -> str:
-    """What makes words of codes numbers of the dtype of ``x`` two at a time; empty where that is left to the compiler."""
+    """PTX that decodes words of codes to the dtype of ``x``, two at a time; empty where the compiler does it."""
     if not on_cuda(x.device):
         return ""
     return assembly(scheme.fmt.decoding, scheme.bits, scheme.zero_point != "none", x.dtype)
@@ -107,7 +107,7 @@ def assembly_for(scheme: Scheme, x: Tensor) -> str:
 
 @cached(maxsize=256)
 def assembly_for_bytes(scheme: Scheme, device: torch.device) -> str:
-    """What makes words of four codes numbers in float32; empty where that is left to the compiler."""
+    """PTX that decodes words of four 8-bit codes to float32; empty where the compiler does it."""
     if not on_cuda(device):
         return ""
     major, minor = torch.cuda.get_device_capability(device)
@@ -115,12 +115,12 @@ def assembly_for_bytes(scheme: Scheme, device: torch.device) -> str:
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    # A fused multiply-add rounds once less; Triton warns where nobody chooses.
+    # FMAs round once less; Triton warns where nobody chooses.
     return {"enable_fp_fusion": True} | ({"launch_pdl": True} if supports_pdl(device) else {})
 
 
 def register_limit(registers: int | None, device: torch.device) -> dict[str, Any]:
-    """What holds a kernel to as many registers a thread; other vendors' compilers have no such option."""
+    """Limits registers a thread; other vendors' compilers have no such option."""
     return {"maxnreg": registers} if registers is not None and on_cuda(device) else {}
 
 

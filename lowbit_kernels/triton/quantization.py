@@ -1,4 +1,4 @@
-"""Rows that round to nearest: weights as they are quantized, and activations with a scale a token."""
+"""Rows that round to nearest: quantization of weights, and of activations with a scale a token."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .operands import on_device
 __all__ = ["quantize", "round_rows"]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
-_WORDS = 2048  # of eight numbers, that a block holds at most
-_MAX_COLUMNS = 1 << 18  # of a group: blocks of them stand one behind the other in the kernel
-_MAX_GROUPS = 65535  # of a row: the second axis of a grid
-_ELEMENTS = 4096  # numbers a block has where rows are short
+_WORDS = 2048  # words of eight values in a block at most
+_MAX_COLUMNS = 1 << 18  # columns of a group at most: its blocks are unrolled in the kernel
+_MAX_GROUPS = 65535  # groups of a row at most: the second axis of a grid
+_ELEMENTS = 4096  # elements of a block where rows are short
 
 
 def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -42,10 +42,10 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
         low, high = torch.aminmax(w.reshape(math.prod(lead), n * k), dim=1)
         outer = outer_scale(torch.maximum(-low, high).abs().float(), scheme)
     packed, scale, zero, refused = _quantized(rows, scheme, method, None, outer, n)
-    # In float32 the reference looks at no scale either, and waiting for the device would break a CUDA graph.
+    # With fp32 scales the reference does not check them either, and waiting for the device would break a CUDA graph.
     if scheme.scale != "fp32" and bool(refused):
-        found = reference.quantize(w, scheme, method)  # which says what is wrong
-        if bool(torch.isfinite(w).all()):  # nothing: a scale of subnormal numbers became 0
+        found = reference.quantize(w, scheme, method)  # raises what is wrong
+        if bool(torch.isfinite(w).all()):  # nothing wrong: a scale of subnormal values became 0
             return found
         raise ValueError("a weight that is quantized must be finite, and this one holds NaN or infinity: remove them first")
     shape = (*lead, n, scale.shape[-1])
@@ -56,8 +56,9 @@ def quantize(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Te
 
 
 def round_rows(x: Tensor, activation: Scheme, fixed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] of eight bits of ``x`` [M, K] and their scales [M], float32, NaN for a row that is not finite; ``fixed``: one
-    scale for all others."""
+    """8-bit codes [M, K] of ``x`` [M, K] and their scales [M], float32, NaN for a row that is not finite; ``fixed``: a static
+    scale.
+    """
     given = None if fixed is None else fixed.reshape(1).to(torch.float32)
     codes, scale, _, _ = _quantized(x, activation, "absmax", given, None, 1)
     return codes, scale.view(-1)
@@ -66,7 +67,9 @@ def round_rows(x: Tensor, activation: Scheme, fixed: Tensor | None) -> tuple[Ten
 def _quantized(
     x: Tensor, scheme: Scheme, method: str, fixed: Tensor | None, outer: Tensor | None, n: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Codes, scales and zero points of ``x`` [R, K], and whether the reference may refuse it; ``n`` rows share an outer scale."""
+    """Codes, scales and zero points of ``x`` [R, K], and a flag [1] where the reference might refuse it; ``n`` rows share a
+    tensor scale.
+    """
     from .quantize import quantize as kernel
 
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -74,7 +77,7 @@ def _quantized(
     packed = torch.empty(r, packed_size(scheme.bits, k), dtype=torch.uint8, device=device)
     scale = torch.empty(r, groups, dtype=scheme.scale_dtype, device=device)
     zero = None if scheme.zero_point_dtype is None else torch.empty_like(scale, dtype=scheme.zero_point_dtype)
-    # What nobody reads need not be cleared, which would be a launch of its own.
+    # The flag is cleared only where it is read: clearing is a launch of its own.
     refused = (torch.empty if scheme.scale == "fp32" else torch.zeros)(1, dtype=torch.int32, device=device)
     config = quantize_config(r, k, scheme.group(k) if groups > 1 else 0)
     with on_device(device):
@@ -138,7 +141,7 @@ def _groups(size: int) -> str | None:
 
 
 def _refusal(call: Call) -> str | None:
-    """Methods, formats and scales, of which anyone may add some, and rows that are too long."""
+    """Methods, formats and scales that plug-ins may have added, and rows that are too long."""
     if call.method not in (None, "range", "absmax"):
         return f"method: takes range and absmax, got {call.method}"
     if call.scheme.groups(call.k) > _MAX_GROUPS or call.scheme.group(call.k) > _MAX_COLUMNS:
@@ -167,7 +170,7 @@ _QUANTIZE = Kernel(
 
 
 def _interpreted(w: Tensor, scheme: Scheme, method: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """:func:`quantize` in the interpreter, where numbers of 16 bits are widened first, which is exact."""
+    """:func:`quantize` in the interpreter: 16-bit values are widened first, which is exact."""
     return quantize(w.float(), scheme, method)
 
 

@@ -1,6 +1,11 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: N803 - compile-time constants of a kernel are written in capitals
-"""Rows of numbers to packed codes, scales and zero points, rounded to nearest: weights, and activations a scale a token."""
+"""Quantizes rows of weights or activations to nearest: packed codes, scales and zero points.
+
+   x [R, K] --load--> group of each row --min, max--> scale, zero_point --nearest--> codes --store_codes--> packed [R, bytes]
+
+Contract: the bytes of the reference, in float32 with IEEE division. Limit: the bytes of x, read once where a group fits a block.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,9 @@ _FLOATS = tl.constexpr(FLOATS)
 
 @triton.jit
 def _wider(high, low, x):
-    """The largest number and the largest of ``-x`` of each row [R], as the bits of float32, which order as the numbers do from 0
-    on, with infinity and then NaN above them."""
+    """Running maximum of ``x`` and of ``-x`` for each row [R], as float32 bits: for values from 0 on these are ordered like the
+    values, with infinity and then NaN above them.
+    """
     bits = x.to(tl.int32, bitcast=True)
     opposite = bits ^ -2147483648
     high = tl.maximum(high, tl.max(tl.max(bits, axis=2), axis=1))
@@ -47,7 +53,7 @@ def _stored(
     value, largest, thresholds_ptr, order_ptr, SCALE: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr,
     FIRST: tl.constexpr, HIGH: tl.constexpr, SPECIAL: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """A scale as it is stored, and the number that this stands for."""
+    """A scale as it is stored, and the value it then has."""
     if SCALE == "bf16":
         stored = bfloat16_bits(value)
         scale = (stored << 16).to(tl.float32, bitcast=True)
@@ -82,10 +88,10 @@ def quantize(
 ):  # fmt: skip
     """One group of each of ROWS rows of ``x`` [R, K]: STEPS blocks of WORDS words of eight, read once where there is one block.
 
-    ``GROUP``: 0, the whole row. ``REACH``: the number that the value of largest magnitude of a group becomes; ``EVEN``, where the
-    group reaches equally far both ways, and the largest number with zero points. ``N`` rows share an outer scale.
-    ``IS_FIXED``: all groups have the scale ``fixed``, save those that are not finite, whose scale is NaN.
-    ``refused``: set where a scale is not finite, or one of float16 is zero for numbers that are not.
+    ``GROUP``: 0, the whole row. ``REACH``: code value of a group's largest magnitude; ``EVEN``: the same where both signs reach
+    equally far, and the largest code value with zero points. ``N`` rows share a tensor scale. ``IS_FIXED``: all groups have the
+    scale ``fixed``; groups that are not finite have NaN. ``refused``: set where a scale is not finite, or is 0 in float16 for
+    values that are not.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < R
@@ -102,7 +108,7 @@ def quantize(
         high, low = _wider(high, low, x)
     if IS_FIXED:
         scale = tl.load(fixed_ptr) + tl.zeros([ROWS], tl.float32)
-        finite = tl.maximum(high, low) < 0x7F800000  # the bits of infinity: no code means a number beyond
+        finite = tl.maximum(high, low) < 0x7F800000  # bits of infinity: such a group has no codes
         tl.store(scale_ptr + row * stride_scale + group, tl.where(finite, scale, float("nan")), mask=row_mask)
     else:
         high, low = high.to(tl.float32, bitcast=True), low.to(tl.float32, bitcast=True)
@@ -128,7 +134,7 @@ def quantize(
         finite = (tl.abs(scale) < float("inf")) & (largest < float("inf"))
         sound = finite & ((scale != 0.0) | (largest == 0.0)) if SCALE == "fp16" else finite
         tl.store(refused_ptr + tl.zeros([ROWS], tl.int32), tl.full([ROWS], 1, tl.int32), mask=row_mask & (sound == 0))
-        scale, low = tl.where(finite, scale, 1.0), tl.where(finite, low, 0.0)  # else no code means a number
+        scale, low = tl.where(finite, scale, 1.0), tl.where(finite, low, 0.0)  # keeps the arithmetic finite; its scale is NaN
         if HAS_OUTER:
             scale *= above
     if ZERO > 0:
@@ -157,6 +163,6 @@ def quantize(
         codes = nearest(
             quotient, thresholds_ptr, order_ptr, KIND, BITS, MANTISSA, FIRST, INVERSE, LOW, HIGH, NAN, COUNT
         )  # fmt: skip
-        # What lies behind the last column stays zero, as in bytes that are packed by torch.
+        # columns beyond the last are 0, as torch packs them
         codes = tl.where((word[:, None] * 8 + j[None, :] < end)[None, :, :], codes, 0)
         store_codes(rows, row_mask[:, None] & (word * 8 < end)[None, :], word, codes, K, BITS, ALIGNED)

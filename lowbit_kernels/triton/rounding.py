@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: N803, N806 - compile-time constants of a kernel are written in capitals
-"""From numbers to codes and packed bytes, inside a Triton kernel: the way back of :mod:`.codes`, to the bits of the reference."""
+"""Rounding and packing inside Triton kernels, the inverse of :mod:`.codes`, bit for bit as the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLOATS = tl.constexpr(FLOATS)
 
 @triton.jit
 def divided(x, by):
-    """``x / by`` in float32 as IEEE rounds it, which Triton's own division does not promise; anything over 0 is 0."""
+    """``x / by`` in float32 as IEEE rounds it, which Triton's division does not guarantee; x / 0 is 0."""
     return tl.math.div_rn(x, tl.where(by == 0.0, float("inf"), by) + tl.zeros_like(x))
 
 
@@ -27,10 +27,10 @@ def nearest(
     """int32 codes of the numbers nearest to ``x`` (float32), ties to even, by an :class:`~.encodings.Encoding`."""
     if KIND == _INTEGERS:
         whole = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0) * INVERSE, LOW), HIGH)
-        # 1.5 * 2**23: the last bits of the sum are the integer, and the addition rounds ties to even.
+        # 1.5 * 2**23: the low bits of the sum are the integer, rounded to nearest, ties to even.
         codes = (whole + 12582912.0).to(tl.int32, bitcast=True) & ((1 << BITS) - 1)
     elif KIND == _FLOATS:
-        # 2**23 times the distance of neighbours there, so that the sum's last bits count distances.
+        # 2**23 times the distance of neighbouring values: the sum's low bits count such distances.
         size = tl.minimum(tl.abs(tl.where(x == x, x, 0.0)), HIGH)
         exponent = tl.maximum(size.to(tl.int32, bitcast=True) >> 23, FIRST)
         ruler = (exponent + (23 - MANTISSA)) << 23
@@ -49,7 +49,7 @@ def nearest(
 
 @triton.jit
 def bfloat16_bits(x):
-    """The bits of ``x`` (float32, not NaN) rounded to bfloat16, ties to even: int32. Interpreters cut instead."""
+    """Bits of ``x`` (float32, not NaN) rounded to bfloat16, ties to even: int32. Interpreters would truncate."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
 

@@ -1,4 +1,4 @@
-"""Rows that dequantize: a weight of any format in the canonical layout, some of its rows, and all of it before a product."""
+"""Rows that dequantize: a canonical weight of any format, some of its rows, or all of it before torch's GEMM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dequantize(
 def dequantized_linear(
     x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, bias: Tensor | None, scheme: Scheme
 ) -> Tensor:
-    """``x @ W.T + bias`` for many rows of ``x``, by the library's own product with the dequantized weight."""
+    """``x @ W.T + bias`` for many rows of ``x``: torch's GEMM with the dequantized weight."""
     return torch.nn.functional.linear(x, dequantize(packed, scale, zero_point, outer, scheme, x.shape[-1], x.dtype), bias)
 
 
@@ -89,7 +89,7 @@ _LINEAR = dataclasses.replace(_DEQUANTIZE, name="triton_dequant_gemm", op="linea
 
 
 def _widened(run: Any, scale_at: int) -> Any:
-    """``run`` in the interpreter, which rounds float32 to bfloat16 by cutting: here torch rounds."""
+    """``run`` in the interpreter, which truncates float32 to bfloat16: here torch rounds."""
 
     def interpreted(*args: Any) -> Tensor:
         head, scale, zero = list(args[:scale_at]), args[scale_at], args[scale_at + 1]

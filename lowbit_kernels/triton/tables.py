@@ -1,7 +1,7 @@
-"""Blocks that were measured: tables shipped for a GPU, and the one that ``lowbit tune`` keeps for this machine.
+"""Measured block sizes: tables shipped for a GPU, and the table that ``lowbit tune`` keeps for this machine.
 
-A table of this machine holds for one device, one version of torch and of Triton, and the sources of the kernels as they were:
-all of them are in its name, and stand in it once more, so that a file which was copied or cut is told from a good one.
+A table of this machine is valid for one device, one version of torch and of Triton, and the sources of the kernels: its name
+contains a hash of all of them, and the file repeats them, so that copied or truncated files are detected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIELDS = {
     "gemv": ({"ROWS", "WORDS", "num_warps"}, {"ROWS", "QUADS", "num_warps"}),
     "gemm": (
         {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "SPLIT_K"},
-        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "SPLIT_K", "REGISTERS"},  # the most that a thread may take
+        {"BLOCK_M", "BLOCK_N", "WORDS", "num_warps", "STAGES", "SPLIT_K", "REGISTERS"},  # upper bounds for a thread
     ),
     "w8a8_gemm": ({"BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "STAGES"},),
 }
@@ -39,7 +39,7 @@ _MAX = {"num_warps": 16, "STAGES": 8, "SPLIT_K": 64}
 
 
 def described(device: torch.device) -> dict[str, Any]:
-    """What a table holds for: the device, the versions that compile the kernels, and the kernels."""
+    """What a table is valid for: device, versions of the compilers, sources of the kernels."""
     name, arch = "cpu", 0
     if device.type == "cuda":
         name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -87,15 +87,14 @@ def _plain(name: str) -> str:
 
 @lru_cache(maxsize=16)
 def measured(device: torch.device) -> Blocks:
-    """What is known of ``device``: the shipped blocks, and over them those measured here."""
+    """The blocks for ``device``: the shipped ones, overridden by those measured here."""
     holds_for = described(device)
     shipped, own = shipped_file(holds_for["device"]), file_of(holds_for)
     return read(shipped, {"version": _VERSION, "device": holds_for["device"]}) | read(own, holds_for)
 
 
 def read(path: Path, holds_for: Mapping[str, Any]) -> Blocks:
-    """The blocks in a file; none where there is no file. One that is damaged, or holds for something else, is left alone with one
-    warning."""
+    """The blocks in a file; none where there is no file. A damaged or foreign file is ignored with one warning."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -135,9 +134,9 @@ def _ignored(path: Path, why: str) -> Blocks:
 
 
 def merge(path: Path, holds_for: Mapping[str, Any], found: Mapping[str, Mapping[str, int]]) -> None:
-    """Add ``found`` to the file, or make it: written beside it and renamed, so that nobody reads half of one."""
+    """Adds ``found`` to the file: written beside it and renamed, so that nobody reads half of one."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what cannot be read is replaced
+        warnings.simplefilter("ignore")  # an unreadable file is replaced
         before = read(path, holds_for)
     text = json.dumps({**holds_for, "blocks": {**before, **{name: dict(block) for name, block in found.items()}}}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,12 @@
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: N803 - compile-time constants of a kernel are written in capitals
-"""Codes of eight bits times codes of eight bits, with a scale a token and a scale a row of the weight."""
+"""GEMM of 8-bit codes with a scale a token and a scale a row of the weight.
+
+   W codes [BLOCK_N, K step] --+
+   x codes [K step, BLOCK_M] --+--dot--> s32 (floats: f32) --* x scale * W scale--> epilogue --> y [M, N]
+
+Contract: exact: integer sums (floats: fp32 sums), rounded once. Limit: the bytes of W for few rows, the tensor cores for many.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +20,11 @@ from .float_bits import as_float_bits
 
 @triton.jit
 def _operand(codes, IS_FLOAT: tl.constexpr, MANTISSA: tl.constexpr, SPECIAL: tl.constexpr, FACTOR: tl.constexpr):
-    """Bytes as what the tensor cores take: int8, or the numbers of a narrow float as float16, which holds them all."""
+    """Bytes as operands of the tensor cores: int8, or 8-bit floats widened to float16, which is exact."""
     if IS_FLOAT:
         bits = as_float_bits(codes.to(tl.int32), tl.float16, _FLOATS, 8, 0, MANTISSA, SPECIAL)
-        missing: tl.constexpr = FACTOR / 5192296858534827628530496329220096.0  # 2**112: the exponent's bias is 15, and not 127
+        # 2**112: difference of the exponent biases 127 and 15
+        missing: tl.constexpr = FACTOR / 5192296858534827628530496329220096.0
         return (bits.to(tl.float16, bitcast=True) * missing).to(tl.float16)
     else:
         return codes.to(tl.int8, bitcast=True)
@@ -57,7 +64,7 @@ def w8a8_gemm(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     x_scale = tl.load(x_scale_ptr + (tl.zeros_like(m) if ONE_SCALE else m), mask=m_mask, other=0.0)
-    # A token without a finite scale has no finite number, whatever its codes.
+    # a token without a finite scale gives NaN, whatever its codes
     x_scale = tl.where(tl.abs(x_scale) < float("inf"), x_scale, float("nan"))
     y = total.to(tl.float32) * x_scale[:, None]
     y *= tl.load(w_scale_ptr + n.to(tl.int64) * stride_scale, mask=n_mask, other=0.0).to(tl.float32)[None, :]

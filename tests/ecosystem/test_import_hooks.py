@@ -45,7 +45,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
 
 @pytest.fixture
 def cpu_reads_tiles(rows: list[Kernel]) -> None:
-    """This CPU has kernels for every M that read tiles, of float32 and float16 weights."""
+    """This CPU has kernels for every M that read mma_fragment, of float32 and float16 weights."""
     dtypes = frozenset({torch.float32, torch.float16})
     rows += [row("small_from_tiles", (1, 8), dtypes=dtypes), row("large_from_tiles", (9, None), dtypes=dtypes)]
 
@@ -144,7 +144,7 @@ def test_what_no_row_reads_stays_canonical() -> None:
 
 
 def test_what_x_is_rounded_to_counts(rows: list[Kernel]) -> None:
-    """The layout, the plan, explain and the shortcut see the same call as the operator."""
+    """The layout, the plan, explain and fast dispatch see the same call as the operator."""
     int8 = Scheme.parse("int8")
 
     def product(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, outer: Any, bias: Any, *how: Any) -> Tensor:

@@ -448,7 +448,7 @@ def test_adding_while_other_threads_multiply() -> None:
     assert ran == ["z60"]
 
 
-def test_shortcuts_are_known_without_being_kept_alive() -> None:
+def test_fast_dispatch_is_known_without_being_kept_alive() -> None:
     layer = QLinear(make("int4", 6, 40))
     for x in (*X.values(), *X.values()):
         layer(x)

@@ -1,6 +1,6 @@
 """Steps of whole decoder layers beside the modules they stand for, and beside float64 of the same quantized weights.
 
-A step rounds where the modules round and multiplies by the same digits; norms and attention are summed in another order. So its
+A step rounds where the modules round and multiplies by the same limbs; norms and attention are summed in another order. So its
 errors are of the size of theirs, which float64 tells, and greedy decoding in float32 writes the same.
 """
 
@@ -21,9 +21,9 @@ from transformers import DynamicCache, StaticCache
 
 from lowbit import QLinear, fuse_, quantize_
 from lowbit_kernels.registry import trace
-from tests.support.processors import needs_digits
+from tests.support.processors import needs_split_int8
 
-pytestmark = needs_digits
+pytestmark = needs_split_int8
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

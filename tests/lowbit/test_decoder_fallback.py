@@ -19,9 +19,9 @@ import lowbit
 from lowbit import fuse_
 from lowbit_kernels.registry import NoKernelError, strict, trace
 from tests.lowbit.test_decoder import assert_close, ids, logits, models, reasons, steps
-from tests.support.processors import needs_digits
+from tests.support.processors import needs_split_int8
 
-pytestmark = needs_digits
+pytestmark = needs_split_int8
 
 
 # ---- what the modules do as before ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from lowbit.scheme import PLAIN_SCALES
 from lowbit_kernels import cpu
 from lowbit_kernels.storage_check import check_storage
 from tests.support import strategies  # noqa: F401 - its profile
-from tests.support.processors import needs_digits
+from tests.support.processors import needs_split_int8
 
 WEIGHTS = ("uint4:g32:zint:bf16", "int8:row:fp32", "fp4_e2m1:g16:fp8_e4m3fn:outer", "fp8_e5m2:row:fp16", "uint3:g32:zfloat:bf16")
 MISSING = cpu.available()
@@ -305,7 +305,7 @@ def test_groups_beyond_the_row_are_the_row(group: int, activation: str | None) -
         Scheme("int8", 1 << 63)
 
 
-@needs_digits
+@needs_split_int8
 def test_prepared_bytes_that_were_written_to() -> None:
     x, prepared, _ = calls("int8:row:fp32")["lowbit_cpu.prepared_linear"]
     wanted = torch.ops.lowbit_cpu.prepared_linear(x, prepared)

@@ -303,7 +303,7 @@ def test_rotation_evens_out_channels_that_stand_out_and_rounding_hurts_less() ->
         plan = quantize_(model, recipe)
         lost.append(float((logits(model) - want).square().mean()))
         assert isinstance(model.model.layers[0].mlp.up_proj, QLinear)
-    assert plan.notes[0].startswith("rotation: 64 channels of the residual stream are turned by Hadamard matrices 64")
+    assert plan.notes[0].startswith("rotation: 64 channels of the residual stream are rotated by Hadamard matrices 64")
     assert lost[1] < 0.5 * lost[0]
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from lowbit import QTensor
 from lowbit_kernels import cpu_decoder, registry
 from lowbit_kernels.ops import product_call
-from tests.support.processors import needs_digits
+from tests.support.processors import needs_split_int8
 
-pytestmark = needs_digits
+pytestmark = needs_split_int8
 HIDDEN, BETWEEN = 96, 160
 
 

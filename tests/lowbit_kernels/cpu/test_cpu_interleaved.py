@@ -15,7 +15,7 @@ from lowbit_kernels import cpu, cpu_dequant_gemm, interleaved, reference
 from lowbit_kernels.layouts import LAYOUTS, Parts
 from tests.support.accuracy import linear_bound
 from tests.support.cpu_cases import hard_rows
-from tests.support.processors import needs_digits
+from tests.support.processors import needs_split_int8
 
 LAYOUT = LAYOUTS["interleaved"]
 NAMES = (*SCHEMES, "int5_row", "uint4:row:zint:bf16", "uint3:g32:zfloat:fp32", "int8_g64", "int7:g64:fp32", "int4_sym_g16")
@@ -93,7 +93,7 @@ def multiply(x: Tensor, parts: tuple[Tensor | None, ...], scheme: Scheme, limbs:
     return y
 
 
-@needs_digits
+@needs_split_int8
 @pytest.mark.parametrize("instructions", ["avx2", "avx512"])
 @pytest.mark.parametrize("scheme", SPLIT_INT8, ids=str)
 def test_products_keep_their_contracts(scheme: Scheme, instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_products_keep_their_contracts(scheme: Scheme, instructions: str, monkey
             assert ((error <= bound) | (exact.abs() + bound > torch.finfo(dtype).max)).all(), ("one limb", m, k, dtype)
 
 
-@needs_digits
+@needs_split_int8
 @settings(deadline=None, max_examples=60)
 @given(
     scheme=st.sampled_from(SPLIT_INT8),
@@ -152,7 +152,7 @@ def test_a_block_gives_the_same_bits_wherever_it_lies(
             assert torch.equal(multiply(x, (*alone, outer), scheme, limbs, True), y[:, rows])
 
 
-@needs_digits
+@needs_split_int8
 @pytest.mark.parametrize("instructions", ["avx2", ""])
 @pytest.mark.parametrize(
     "scheme", [Scheme("int8"), Scheme("uint4", 128, "int"), Scheme("fp4_e2m1", 32), Scheme("int3", 32)], ids=str
@@ -173,7 +173,7 @@ def test_what_has_no_digits_is_multiplied_as_canonical_rows_are(
             torch.testing.assert_close(ours.nan_to_num(7e30), canonical.nan_to_num(7e30), rtol=1e-5, atol=1e-30)
 
 
-@needs_digits
+@needs_split_int8
 @settings(max_examples=40, deadline=None)
 @given(
     scheme=st.sampled_from(SPLIT_INT8), blocks=st.integers(1, 20), k=st.sampled_from((96, 640, 4096)), m=st.integers(1, 9),
@@ -198,7 +198,7 @@ def test_neighbours_and_threads_change_no_bit(scheme: Scheme, blocks: int, k: in
     assert torch.equal(whole[:, 32 * (blocks - 1) :], rows)
 
 
-@needs_digits
+@needs_split_int8
 @settings(max_examples=60, deadline=None)
 @given(
     scheme=st.sampled_from(SPLIT_INT8),
@@ -221,7 +221,7 @@ def test_kernels_of_many_rows_read_the_same_numbers(scheme: Scheme, m: int, bloc
         assert torch.equal(y, product(scheme)(x, q.packed, q.scale, q.zero_point, q.outer, None, scheme))
 
 
-@needs_digits
+@needs_split_int8
 def test_a_model_is_kept_interleaved_where_that_is_quicker() -> None:
     model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 33), nn.Linear(33, 32)).bfloat16()
     quantize_(model, "int4_g32")
@@ -238,7 +238,7 @@ def test_a_model_is_kept_interleaved_where_that_is_quicker() -> None:
     assert list(trace.kernels()) == ["cpu_interleaved_split_int8x2_gemv"]
 
 
-@needs_digits
+@needs_split_int8
 def test_malformed_weights_are_refused() -> None:
     scheme = Scheme("uint4", 32, "int")
     for n, k, group in ((40, 64, 32), (32, 60, 32), (32, 64, 12), (32, 1024, 8)):

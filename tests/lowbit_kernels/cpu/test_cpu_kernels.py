@@ -19,7 +19,7 @@ from lowbit.scheme import PLAIN_SCALES, Scheme
 from lowbit_kernels import cpu, reference
 from tests.support.accuracy import linear_bound
 from tests.support.cpu_cases import SCHEMES, Parts, hard_rows, linear, weight
-from tests.support.processors import needs_digits
+from tests.support.processors import needs_split_int8
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=cpu.available() or "")
 
@@ -239,7 +239,7 @@ def test_nan_in_a_weight(instructions: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(y.isnan().any(0), y.isnan().all(0))
 
 
-@needs_digits
+@needs_split_int8
 @pytest.mark.parametrize("instructions", ["avx2", ""])
 @pytest.mark.parametrize(
     "scheme", [Scheme("int8"), Scheme("uint4", 128, "int"), Scheme("fp4_e2m1", 16), Scheme("int3", 32)], ids=str
@@ -258,7 +258,7 @@ def test_infinities_and_nan_have_no_digits(scheme: Scheme, instructions: str, mo
         assert torch.equal(y[1].nan_to_num(7e30), linear(x, parts, scheme)[1].nan_to_num(7e30))
 
 
-@needs_digits
+@needs_split_int8
 @given(m=st.integers(1, 200), some=st.integers(1, 64), shape=st.sampled_from(((200,), (2, 100), (5, 4, 10))))
 @settings(max_examples=20, deadline=None)
 def test_rows_rounded_to_int8_do_not_depend_on_each_other(m: int, some: int, shape: tuple[int, ...]) -> None:

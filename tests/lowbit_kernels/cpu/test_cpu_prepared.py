@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lowbit import QLinear, QTensor, Scheme, quantize_
 from lowbit_kernels import cpu, reference
 from lowbit_kernels.prepared_call import bind
-from tests.support.processors import needs_digits
+from tests.support.processors import needs_split_int8
 
-pytestmark = needs_digits
+pytestmark = needs_split_int8
 
 SCHEMES = (
     Scheme("int8", -1),

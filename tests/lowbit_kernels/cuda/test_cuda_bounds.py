@@ -58,7 +58,7 @@ def test_memory_that_is_gone(scheme: str, layout: str, m: int, activation: str |
     assert not any("reference" in entry.kernel for entry in trace.counts)
     for place, part in enumerate(good):
         for left in (0, 1):
-            if part is None or not part.numel():  # in tiles the scales lie among the codes
+            if part is None or not part.numel():  # in mma_fragment the scales lie among the codes
                 continue
             given = list(good)
             gone = part.clone()

@@ -102,7 +102,7 @@ def tiles(scheme: str, n: int, k: int) -> QTensor:
 
 
 def row_of_tiles(m: int) -> str:
-    """The row that multiplies m rows of x by integers in tiles on this device; the last ones are Hopper's."""
+    """The row that multiplies m rows of x by integers in mma_fragment on this device; the last ones are Hopper's."""
     is_hopper = torch.cuda.get_device_capability() == (9, 0)
     if m > 16 and not is_hopper:
         pytest.skip("no row for many rows of x from tiles on this device")
