@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from .torch_state import isolated
 from .transforms import Transform
 
 __all__ = ["blockwise", "quantize_", "rewrite_", "rewritten"]
+
+_LOG = logging.getLogger("lowbit")
 
 
 def quantize_(
@@ -157,7 +160,11 @@ def _carried_out(
         calibrator.run()
         notes += calibrator.notes
     given, notes = amount(batches) if batches else None, [*plan.notes, *notes]
-    return dataclasses.replace(plan, layers=tuple(replacement.entries), notes=tuple(notes), calibration=given)
+    done = dataclasses.replace(plan, layers=tuple(replacement.entries), notes=tuple(notes), calibration=given)
+    for note in notes:
+        _LOG.info("%s", note)
+    _LOG.info("%s", str(done).rpartition("\n")[2])
+    return done
 
 
 def _refuse_offloaded(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
@@ -42,6 +43,8 @@ InputStatistics = Statistics | Sequence[Statistics | None] | None
 UNREACHED = "no calibration data reached it: rounded without"
 NO_STATISTICS = "no statistics are taken of what single parameters read: rounded without"
 NO_STATIC_SCALE = "no calibration data reached it: its input's scales are found as it comes"
+
+_LOG = logging.getLogger("lowbit")
 
 
 class CompletedLayer(NamedTuple):
@@ -180,8 +183,10 @@ class Replacement:
         self.entries[i] = dataclasses.replace(
             self.entries[i], loss=completed.loss, notes=completed.notes, rewrites=completed.rewrites
         )
+        entry = self.entries[i]
+        _LOG.debug("%s: %s, loss %s (%d of %d)", entry.name, entry.config, entry.loss, self._count, self._total)
         if self._progress is not None:
-            self._progress(self.entries[i], self._count, self._total)
+            self._progress(entry, self._count, self._total)
 
     def _round(self, entry: LayerPlan, layer: Layer, config: LayerConfig, statistics: InputStatistics) -> RoundedWeight:
         weight = layer.values.detach()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler as _profiler
 from torch.compiler import is_compiling
 
 from lowbit_kernels import inlined
@@ -74,7 +75,7 @@ def _without_dispatcher(
     x: Tensor, weight: QTensor, bias: Tensor | None, activation: Activation | None, input_scale: Tensor | None
 ) -> Tensor | None:
     """The product by a kernel that was selected before; None where the operator has to be called."""
-    if observed() or (known := signature(x, weight._trains, bias)) is None or inlined.active():
+    if observed() or _profiler._is_profiler_enabled or (known := signature(x, weight._trains, bias)) is None or inlined.active():
         return None
     parts = (weight.packed, weight.scale, weight.zero_point, weight._outer)
     key = known if activation is None else (known, activation.scheme_str)

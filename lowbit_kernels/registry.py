@@ -8,11 +8,14 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from lowbit.catalog import cached, invalidate_caches
 from lowbit.scheme import PLAIN_SCALES, Scheme
@@ -33,6 +36,7 @@ __all__ = [
     "kernels",
     "note",
     "preferred_layout",
+    "profiled",
     "register",
     "select",
     "strict",
@@ -413,11 +417,20 @@ def run(call: Call, *args: Any) -> Any:
         at = {"dequantize": 0, "codes_linear": 2}.get(call.op, 1)  # the weight's parts follow x, its codes, or the indices
         parts = LAYOUTS[call.layout].restore(Parts(*args[at : at + 3]), call.scheme, call.k)
         args = (*args[:at], *parts, *args[at + 3 :])
-    if call.epilogue == "none":
-        return kernel.run(*args)
-    if call.epilogue in kernel.epilogues:
-        return kernel.run(*args, epilogue=call.epilogue)
-    return epilogue(call.epilogue).run(kernel.run(*args))
+    with profiled(kernel.name):
+        if call.epilogue == "none":
+            return kernel.run(*args)
+        if call.epilogue in kernel.epilogues:
+            return kernel.run(*args, epilogue=call.epilogue)
+        return epilogue(call.epilogue).run(kernel.run(*args))
+
+
+_unprofiled = contextlib.nullcontext()
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """A range ``name`` in what torch's profiler records, while it does."""
+    return record_function(name) if profiler._is_profiler_enabled else _unprofiled
 
 
 def epilogue_placement(kernel: Kernel, name: str) -> str:
