@@ -13,6 +13,8 @@ __all__ = ["NONE", "beyond_chance", "change", "figures", "lead", "number", "poin
 
 NONE = "\u2013"
 """What stands where nothing was measured."""
+_DIVERGENT = 0.1  # nats a token, from where on exams of enough questions show a loss (docs/quality.md)
+_TOO_WIDE = 0.1  # an interval of ten points tells nothing of quantization
 _LEVEL = 0.05
 
 
@@ -117,13 +119,23 @@ def _compared(compared: list[Entry], runs: Runs) -> list[str]:
 
     lost = [e for e in compared if any_of(e, lambda d: d["difference"] < 0 and beyond_chance(d))]
     doubtful = [e for e in compared if e not in lost and any_of(e, in_doubt)]
-    without_loss = [e for e in compared if e not in lost and e not in doubtful]
+    divergent = [e for e in compared if e not in lost and e not in doubtful and _divergence(e) > _DIVERGENT]
+    without_loss = [e for e in compared if e not in lost and e not in doubtful and e not in divergent]
     if without_loss:
         best = min(without_loss, key=lambda entry: (entry.bits, -_mean(entry, runs)))
+        lowest = min(d["low"] for task in runs.tasks if (d := best.difference(task)) is not None)
+        possible = f" (a loss of up to {points(-lowest, False)} points is possible)" if lowest < 0 else ""
         which = (
-            f"the smallest of {len(compared)} recipes with no loss beyond chance"
+            f"the smallest of {len(compared)} recipes that the questions cannot tell from float{possible}"
             if len(compared) > 1
-            else "within chance of float"
+            else f"one that the questions cannot tell from float{possible}"
+        )
+    elif divergent:
+        best = min(divergent, key=_divergence)
+        which = (
+            f"the nearest of {len(compared)} to float by divergence"
+            if len(compared) > 1
+            else "within chance of float on questions"
         )
     else:
         best = max(compared, key=lambda entry: _mean(entry, runs))
@@ -140,9 +152,17 @@ def _compared(compared: list[Entry], runs: Runs) -> list[str]:
         sentences.append(f"Losses beyond chance: {_listed(lost)}.")
     if without_loss and doubtful:
         sentences.append(f"Losses in doubt, beyond chance only where each recipe is looked at alone: {_listed(doubtful)}.")
+    if divergent:
+        sentences.append(
+            f"Questions cannot tell {_listed(divergent)} from float, and predictions can: "
+            f"KL above {_DIVERGENT} nats a token is a loss."
+        )
     if len(without_loss) == len(compared) > 1:
         sentences.append(f"None of the {len(compared)} recipes loses beyond chance.")
     needs = [d for task in runs.tasks if (d := best.difference(task)) and (finite(d.get("questions_for_one_point")) or 0) > 0]
+    widest = max((d["high"] - d["low"] for task in runs.tasks if (d := best.difference(task)) is not None), default=0.0)
+    if widest > _TOO_WIDE:
+        sentences.insert(0, f"Too few questions to compare recipes: an interval spans {points(widest, False)} points.")
     if without_loss and needs:
         hardest = max(needs, key=lambda d: d["questions_for_one_point"])
         sentences.append(
@@ -150,6 +170,11 @@ def _compared(compared: list[Entry], runs: Runs) -> list[str]:
             f"{_rounded(hardest['questions_for_one_point'])} questions more than the {hardest['n']:,} that were asked."
         )
     return sentences
+
+
+def _divergence(entry: Entry) -> float:
+    """KL from the float model in nats a token; 0 where it was not measured."""
+    return finite(entry.part("divergence").get("kl")) or 0.0
 
 
 def _listed(entries: list[Entry]) -> str:

@@ -308,7 +308,8 @@ def test_the_findings_in_words() -> None:
     float_["tasks"] = {"mmlu": {"n": 200, "value": 0.5, "difference": None}}
     int4["tasks"] = {"mmlu": {"n": 200, "value": 0.485, "difference": difference}}
     shown = Elements(rendered(result)).text
-    assert "int4 (4.20 bits) is within chance of float: it loses 1.5 points on mmlu [\u22124.0, +1.0]" in shown
+    said = "int4 (4.20 bits) is one that the questions cannot tell from float (a loss of up to 4.0 points is possible): it loses"
+    assert f"{said} 1.5 points on mmlu [\u22124.0, +1.0]" in shown
     assert "75\u00a0% smaller, 1.00\u00a0MB" in shown
     assert "to tell a loss of 1 point takes about 4,100 questions more than the 200 that were asked" in shown
     assert "within chance (adjusted p = 0.90)" in shown
@@ -364,7 +365,7 @@ def test_a_recipe_in_doubt_is_not_recommended() -> None:
     for outcome in (four, three):
         outcome["tasks"]["mmlu"]["difference"] |= doubt
     lead = " ".join(wording.lead(Runs.of([result], ["a.json"])))
-    assert lead.startswith("int4_awq (4.20 bits) is the smallest of 11 recipes with no loss beyond chance")
+    assert lead.startswith("int4_awq (4.20 bits) is the smallest of 11 recipes that the questions cannot tell from float")
     assert "where each recipe is looked at alone: int4, int4_sym, int3." in lead
     assert "Losses beyond chance: int2." in lead
 
@@ -392,3 +393,33 @@ def test_numbers_are_readable(value: float | None) -> None:
         assert 0 < len(text) < 330
         assert "nan" not in text
         assert "inf" not in text.replace("infinite", "").replace("finite", "")
+
+
+@pytest.mark.parametrize(
+    ("kl", "low", "high", "words"),
+    [
+        (0.4, -0.02, 0.01, "predictions can: KL above 0.1 nats a token is a loss"),
+        (0.01, -0.02, 0.01, "cannot tell from float (a loss of up to 2.0 points is possible)"),
+        (None, -0.09, 0.09, "Too few questions to compare recipes: an interval spans 18.0 points."),
+        (None, 0.0, 0.01, "cannot tell from float: "),
+    ],
+)
+def test_what_cannot_be_told_is_no_absence_of_loss(kl: float | None, low: float, high: float, words: str) -> None:
+    from types import SimpleNamespace
+
+    difference = {
+        "difference": (low + high) / 2,
+        "low": low,
+        "high": high,
+        "mcnemar": 0.4,
+        "n": 100,
+        "questions_for_one_point": 9,
+    }
+    entry = SimpleNamespace(
+        recipe="int3", bits=3.1, run=0, letter="", is_float=False, outcome={},
+        difference=lambda task: difference, part=lambda name: {} if kl is None else {"kl": kl},
+    )  # fmt: skip
+    runs = SimpleNamespace(results=[{}], entries=[entry], tasks=["mmlu"])
+    said = " ".join(wording.lead(runs))
+    assert words in said
+    assert "no loss" not in said
