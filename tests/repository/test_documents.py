@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -47,6 +48,16 @@ def test_the_examples_of_a_page_run_in_their_order(page: Path, folder: Path) -> 
                 program, *arguments = shlex.split(line, comments=True)
                 assert program == "lowbit", f"{page.name}: {line} is no command of lowbit's: write it in a block of text"
                 assert run(arguments) == 0, line
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs_from_its_first_cell_to_its_last(path: Path, folder: Path) -> None:
+    module = types.ModuleType("notebook")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    for i, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [], "outputs are of the machine that ran it last: clear them"
+            exec(compile("".join(cell["source"]), f"{path.name}[{i}]", "exec"), module.__dict__)
 
 
 def test_every_public_name_stands_in_the_reference() -> None:
