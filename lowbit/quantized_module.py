@@ -22,7 +22,7 @@ _PARTS = ("packed", "scale", "zero_point", "outer")
 class QuantizedModule(nn.Module):
     """A module whose ``weight`` is one :class:`torch.nn.Parameter` over a :class:`QTensor` [N, K].
 
-    It has the shape and dtype of the float weight, which code that walks, casts, moves or counts parameters sees. The QTensor
+    It has the shape and dtype of the float weight, which code that casts, moves or counts parameters sees. The QTensor
     knows its scheme and keeps its bytes in the layout that the kernels of its device read; the module knows neither.
     """
 

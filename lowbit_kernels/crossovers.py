@@ -1,9 +1,9 @@
-"""Where one row of the registry becomes faster than another: tables that a script measured, one file for each GPU.
+"""Crossover points between rows of the registry, measured by a script, one file for each GPU.
 
-A table is a list of entries, each for one scheme, layout and shape: ``up_to`` holds (M, row) pairs in rising order, and the
-row of the first pair with an M not below the call's is the fastest; an M of None stands for all larger ones. A call takes
-the entry of its own scheme (else of its format, else of as many bits) whose shape is the nearest. A GPU without a table
-takes that of another of its architecture; where there is none, the registry's own order stands.
+A table is a list of entries, each for one scheme, layout and shape: ``up_to`` holds (M, row) pairs with rising M; the row of the
+first pair whose M is not below the call's is the fastest; an M of None stands for all larger ones. A call uses the entry of its
+own scheme (else format, else bits) with the nearest shape. A GPU without a table uses that of another GPU of its architecture;
+where there is none, the registry's order decides.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Crossovers:
     entries: tuple[Entry, ...]
 
     def fastest(self, op: str, scheme: Scheme, layout: str, m: int, n: int, k: int) -> str | None:
-        """The name of the row that is the fastest for such a call; None where nothing like it was measured."""
+        """Name of the fastest row for such a call; None where nothing similar was measured."""
         alike = [entry for entry in self.entries if entry.op == op and entry.layout == layout]
         nearest = min(alike, key=lambda entry: _distance(entry, scheme, n, k), default=None)
         if nearest is None or Scheme.parse(nearest.scheme).bits != scheme.bits:
@@ -67,7 +67,7 @@ def fastest(op: str, arch: int, scheme: Scheme, layout: str, m: int, n: int, k: 
 
 
 def _distance(entry: Entry, scheme: Scheme, n: int, k: int) -> tuple[int, int, float, str]:
-    """Scheme first, then the number of weights and the ratio of the sides."""
+    """Sort key: scheme first, then number of weights and aspect ratio."""
     theirs = Scheme.parse(entry.scheme)
     unlike = (theirs != scheme) + (theirs.format != scheme.format) + 4 * (theirs.bits != scheme.bits)
     group = 0 if theirs.group_size == scheme.group_size else 1

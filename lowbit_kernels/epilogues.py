@@ -1,7 +1,7 @@
-"""Functions that a product may end in: on each number of y, after the bias.
+"""Functions at the end of a product, applied to each element of y after the bias.
 
-A kernel that takes one applies it in float32, before y is rounded. For another the registry applies it to the y that the kernel
-gave, and the kernel trace says so.
+A kernel that supports one applies it in float32, before y is rounded. Otherwise the registry applies it to the kernel's y, and
+the kernel trace says so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Operators on tokens that are rounded once and multiplied several times: their meaning, fakes and checks.
+"""Operators on tokens that are quantized once and multiplied several times: meaning, fakes and checks.
 
-Rounded tokens are ``codes`` [..., bytes] and scales [..., groups] under an activation scheme without zero points.
+Quantized tokens are ``codes`` [..., bytes] and scales [..., groups] under an activation scheme without zero points.
 """
 
 from __future__ import annotations

@@ -22,15 +22,16 @@ CONSTANT = "the scales of a quantized weight, and of x, have no gradient: call r
 
 
 def of_product(name: str) -> Rule:
-    """The rule of the product ``name`` of x and a weight. The rounding of x, where it has one, passes gradients as if it were
-    the identity (straight through)."""
+    """The rule of the product ``name`` of x and a weight. The rounding of x, if any, passes gradients as if it were the identity
+    (straight-through).
+    """
     product = getattr(torch.ops.lowbit, name)
     return Rule(_setup, partial(_backward, product), partial(_jvp, product))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, packed, scale, zero_point, outer, bias, scheme, layout, *activation, epilogue = inputs
-    pre_epilogue = [] if epilogue == "none" else [x, bias, *activation[1:]]  # what y is made of before the epilogue
+    pre_epilogue = [] if epilogue == "none" else [x, bias, *activation[1:]]  # inputs of y before the epilogue
     save(ctx, packed, scale, zero_point, outer, *pre_epilogue)
     ctx.scheme, ctx.layout, ctx.k, ctx.dtype = scheme, layout, x.shape[-1], x.dtype
     ctx.activation, ctx.epilogue, ctx.shape = activation[:1], epilogue, output.shape
@@ -42,7 +43,7 @@ def _dense(ctx: Any, weight: tuple[Any, ...]) -> Tensor:
 
 
 def _past_epilogue(product: Any, ctx: Any, weight: tuple[Any, ...], pre_epilogue: list[Any], grad: Tensor) -> Tensor:
-    """``grad`` times the slope of the epilogue, which is the same in both directions."""
+    """``grad`` times the derivative of the epilogue, the same in both directions."""
     if not pre_epilogue:
         return grad
     x, bias, *input_scale = pre_epilogue
@@ -72,7 +73,7 @@ def _jvp(product: Any, ctx: Any, *tangents: Tensor | None) -> Tensor:
     weight = packed, scale, zero_point, outer
     x, bias = tangents[_X], tangents[_BIAS]
     of_bias = None if bias is None else bias.unsqueeze(-2) if packed.dim() > 2 else bias
-    if x is None:  # of a shape that x alone knows
+    if x is None:  # only x knows the shape
         assert of_bias is not None
         found = of_bias.expand(ctx.shape)
     else:

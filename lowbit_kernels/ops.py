@@ -60,7 +60,7 @@ def call_for(
 
 
 class _Like(NamedTuple):
-    """What a tensor is, without its numbers."""
+    """dtype, shape and device of a tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -168,7 +168,7 @@ def product_call(
 
 
 def detach_view(y: Tensor) -> Tensor:
-    """``y`` as a tensor of its own: autograd lets nobody change in place a view that was made within an operator."""
+    """``y`` as a tensor of its own: autograd forbids in-place changes of views made within an operator."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
@@ -280,7 +280,7 @@ def _quantize(w: Tensor, scheme: str, method: str) -> tuple[Tensor, Tensor, Tens
 
 
 def on_one_device(packed: Tensor, *rest: Any) -> None:
-    """Raise where a tensor of ``rest`` is elsewhere than ``packed``; one number may be on the CPU."""
+    """Raises where a tensor of ``rest`` is on another device than ``packed``; a tensor of one element may be on the CPU."""
     for part in rest:
         if isinstance(part, Tensor) and part.device != packed.device and (part.dim() or part.device.type != "cpu"):
             raise ValueError(f"the weight is on {packed.device}, and what goes with it on {part.device}: move one of them")

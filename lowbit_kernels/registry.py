@@ -45,8 +45,8 @@ __all__ = [
     "observed",
 ]
 
-# In order of preference: of the rows that do not refuse the first runs, unless a table of this GPU names a faster one. The
-# reference is last and refuses nothing. Rows that other modules register come before all of these.
+# In order of preference: the first row that does not refuse a call runs, unless a table of this GPU names a faster one. The
+# reference is last and refuses nothing. Rows that other packages register come first.
 _BACKENDS = (
     "lowbit_kernels.cuda",
     "lowbit_kernels.cuda_activations",
@@ -68,8 +68,9 @@ class NoKernelError(RuntimeError):
 @dataclass(frozen=True)
 class Call:
     """What a kernel is chosen by. ``m``, ``n``, ``k``: rows of x, rows and columns of the weight. ``activation``: what x is
-    rounded to, in a quantized_linear or a codes_linear. ``method``: how scales are chosen, in a quantize. ``epilogue``: the
-    function that a product ends in, which no row refuses."""
+    rounded to, in quantized_linear and codes_linear. ``method``: how scales are chosen, in quantize. ``epilogue``: the
+    function at the end of a product, which no row refuses.
+    """
 
     op: str
     device: str
@@ -128,7 +129,7 @@ class Kernel:
     home: str = ""
 
     def refusal(self, call: Call) -> str | None:
-        """The field of ``call`` that this kernel refuses, in words; None if it takes the call."""
+        """The field of ``call`` that this kernel refuses, with the reason; None if it takes the call."""
         scheme = call.scheme
         if not self.name.startswith("reference") and (not call.k or (not call.n and call.op != "rms_norm_quantize")):
             return f"size: takes weights with elements, got N={call.n} K={call.k}"
@@ -187,8 +188,9 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 def _priority(kernel: Kernel) -> tuple[int, str]:
-    """The backend's place in the order of preference: a backend may have been imported before its turn. Within it rows stay as
-    they were registered."""
+    """The backend's place in the order of preference, whatever the order of imports. Within a backend rows keep the order of
+    registration.
+    """
     own = next((i for i, backend in enumerate(_BACKENDS) if f"{kernel.home}.".startswith(f"{backend}.")), None)
     return (-1, kernel.name) if own is None else (own, "")
 
@@ -199,15 +201,15 @@ def _is_builtin(kernel: Kernel) -> bool:
 
 # ---- selection -------------------------------------------------------------------------------------------------
 
-# Of the open blocks of strict, outermost first: the kernels that each names.
+# The names given to each open block of strict, outermost first.
 _strict: ContextVar[tuple[frozenset[str], ...]] = ContextVar("lowbit_strict", default=())
-# Whether strict or trace is open here, so that each call has to be selected and noted.
+# Whether strict or trace is open here, so that every call has to be selected and noted.
 observed: ContextVar[bool] = ContextVar("lowbit_observed", default=False)
 
 
 @contextlib.contextmanager
 def _open(blocks: ContextVar[tuple[Any, ...]], block: object) -> Iterator[None]:
-    """``block`` among ``blocks``. Blocks may end in any order: each takes out itself, whatever was opened behind it."""
+    """Adds ``block`` to ``blocks`` for the duration. Blocks may end in any order: each removes itself only."""
     blocks.set((*blocks.get(), block))
     observed.set(True)
     try:
@@ -221,12 +223,13 @@ def _open(blocks: ContextVar[tuple[Any, ...]], block: object) -> Iterator[None]:
 
 
 def _only() -> frozenset[str] | None:
-    """The kernels that the innermost open :func:`strict` names; None where none is open."""
+    """The kernels named by the innermost open :func:`strict`; None where none is open."""
     return open_blocks[-1] if (open_blocks := _strict.get()) else None
 
 
 def select(call: Call) -> Kernel:
-    """The row that runs ``call``: of those that take it the one that :mod:`.crossovers` names, or the first does; else the first.
+    """The row that runs ``call``: of those that take it the one that :mod:`.crossovers` names or that the first one defers to;
+    else the first.
 
     Raises :class:`NoKernelError` where strict mode leaves none.
     """
@@ -246,12 +249,12 @@ def _select(call: Call, only: frozenset[str] | None) -> Kernel:
 
 
 def _faster(first: Kernel, call: Call) -> str | None:
-    """The row that was measured to be faster than ``first``, where there is one; None: none is known."""
+    """The row that was measured to be faster than ``first``; None where none is known."""
     if first.name.startswith("reference"):
         return None
     measured = crossovers.fastest(call.op, call.arch, call.scheme, call.layout, call.m, call.n, call.k)
     if measured is not None and not _is_builtin(first) and any(row.name == measured and _is_builtin(row) for row in kernels()):
-        measured = None  # the library's tables say nothing of rows from elsewhere
+        measured = None  # the library's tables know only its own rows
     return measured or first.defer_to(call)
 
 
@@ -262,10 +265,10 @@ def _allowed(kernel: Kernel, only: frozenset[str] | None) -> bool:
 
 
 def preferred_layout(call: Call) -> str:
-    """The layout that a weight of such calls is best kept in: the first whose own rows take every M; else canonical. Layouts from
-    outside of the library come first.
+    """The layout that weights of such calls are best stored in: the first whose own rows take every M; else canonical. Layouts of
+    other packages come first.
 
-    The layout and the M of ``call`` count for nothing, and neither does :func:`strict`: a weight is arranged once.
+    The layout and the M of ``call`` do not matter, and neither does :func:`strict`: a weight is arranged once.
     """
     for layout in LAYOUTS.ordered_names():
         ranges = []
@@ -276,7 +279,7 @@ def preferred_layout(call: Call) -> str:
                 continue
             if kernel.refusal(replace(call, layout=layout, m=first)) is None:
                 ranges.append((first, kernel.m[1]))
-        covered: int | None = 0  # every M from 1 to this one; None: and all beyond
+        covered: int | None = 0  # every M from 1 to this one is covered; None: all above, too
         for first, last in sorted(ranges, key=lambda span: span[0]):
             if covered is not None and first <= covered + 1:
                 covered = None if last is None else max(covered, last)
@@ -286,7 +289,7 @@ def preferred_layout(call: Call) -> str:
 
 
 def explain(call: Call) -> list[tuple[str, str | None]]:
-    """(kernel, why it refused ``call``) for every row of its operator; None where it would take it."""
+    """(kernel, why it refused ``call``) for every row of its operator; None where it takes it."""
     named = _only() or frozenset()
     return [
         (
@@ -302,9 +305,9 @@ def explain(call: Call) -> list[tuple[str, str | None]]:
 
 @contextlib.contextmanager
 def strict(*names: str) -> Iterator[None]:
-    """Within the block nothing runs on the reference; with ``names``, nothing but those kernels runs.
+    """Within the block nothing runs on the reference; with ``names``, only those kernels run.
 
-    A call that no such kernel takes raises :class:`NoKernelError`.
+    A call that none of them takes raises :class:`NoKernelError`.
     """
     known = {kernel.name for kernel in kernels()}
     if unknown := sorted(set(names) - known):
@@ -317,7 +320,7 @@ def strict(*names: str) -> Iterator[None]:
 
 
 class TraceEntry(NamedTuple):
-    """One kind of call that ran: by which kernel, under which accuracy contract, from which layout of the weight."""
+    """One kind of call that ran: kernel, contract, shape and layout of the weight."""
 
     op: str
     kernel: str
@@ -329,7 +332,7 @@ class TraceEntry(NamedTuple):
     n: int
     k: int
     layout: str = "canonical"
-    epilogue: str = "none"  # followed by where it was applied
+    epilogue: str = "none"  # and where it was applied
 
 
 class Trace:
@@ -368,13 +371,13 @@ def trace() -> Iterator[Trace]:
 
 
 def note(op: str, kernel: str, contract: str, scheme: str, dtype: torch.dtype, device: str, m: int, n: int, k: int) -> None:
-    """Note in the open traces what ran past :func:`run`: several operators at once."""
+    """Adds a call that ran past :func:`run`, several operators at once, to the open traces."""
     for record in _traces.get():
         record.counts[TraceEntry(op, kernel, contract, scheme, str(dtype).removeprefix("torch."), device, m, n, k)] += 1
 
 
 def is_strict() -> bool:
-    """Whether :func:`strict` is open here, which has to see each operator."""
+    """Whether :func:`strict` is open here."""
     return bool(_strict.get())
 
 
@@ -382,7 +385,7 @@ _warned: set[tuple[str, str]] = set()  # operators and devices
 
 
 def warn_of_reference(kernel: Kernel, call: Call) -> None:
-    """Warn, once for each operator and device, that products run on the reference for want of a kernel that would take them."""
+    """Warns, once for each operator and device, that products run on the reference for want of a kernel."""
     if not kernel.name.startswith("reference") or "linear" not in call.op or (call.op, call.device) in _warned or _strict.get():
         return
     reason = next((why for _, why in explain(call) if why is not None and why.startswith("unavailable: ")), None)
@@ -414,7 +417,8 @@ def run(call: Call, *args: Any) -> Any:
             )
         ] += 1  # fmt: skip
     if kernel.layout is None and call.layout != "canonical":
-        at = {"dequantize": 0, "codes_linear": 2}.get(call.op, 1)  # the weight's parts follow x, its codes, or the indices
+        at = {"dequantize": 0, "codes_linear": 2}.get(call.op, 1)  # position of the weight's parts: behind x, its codes, or the
+        # indices
         parts = LAYOUTS[call.layout].restore(Parts(*args[at : at + 3]), call.scheme, call.k)
         args = (*args[:at], *parts, *args[at + 3 :])
     with profiled(kernel.name):
@@ -434,5 +438,5 @@ def profiled(name: str) -> AbstractContextManager[Any]:
 
 
 def epilogue_placement(kernel: Kernel, name: str) -> str:
-    """Where the function ``name`` is applied to what ``kernel`` multiplies, in words."""
+    """Where the function ``name`` is applied in a product of ``kernel``, in words."""
     return name if name == "none" else f"{name} {'within' if name in kernel.epilogues else 'on its result'}"

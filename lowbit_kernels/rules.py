@@ -43,12 +43,12 @@ def register(library: torch.library.Library, name: str, rule: Rule) -> None:
             return operator.redispatch(keyset & below, *inputs)
 
     def forward(keyset: Any, *inputs: Any) -> Any:
-        # torch turned both modes off for this block; transforms around the one that is being run need them.
+        # torch disabled both modes for this block; enclosing transforms need them.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return run(keyset, *inputs)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)  # None, and no zeros, is where nothing was asked
+        ctx.set_materialize_grads(False)  # None instead of zeros where no gradient is given
         rule.setup(ctx, inputs[1:], output)
 
     def gradients(ctx: Any, *above: Any) -> Any:
@@ -73,25 +73,25 @@ def register(library: torch.library.Library, name: str, rule: Rule) -> None:
         wanted = torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
         if not wanted and forward_ad._current_level < 0:
             return run(keyset, *inputs)
-        defaults = [argument.default_value for argument in arguments[len(inputs) :]]  # the dispatcher leaves these out
-        with single_level():  # transforms run this once for each of their levels, as they do an operator of torch's own
+        defaults = [argument.default_value for argument in arguments[len(inputs) :]]  # the dispatcher omits defaults
+        with single_level():  # transforms run this once for each level, as for torch's own operators
             return super(Function, function).apply(keyset, *inputs, *defaults)
 
     library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
-    """Save ``tensors`` for what comes: the backward pass, and the tangents while those are computed."""
+    """Saves ``tensors`` for the backward pass, and for tangents while those are computed."""
     ctx.save_for_backward(*tensors)
-    if forward_ad._current_level >= 0:  # else they would be held past the hooks of saved tensors
+    if forward_ad._current_level >= 0:  # otherwise they would be kept alive beyond hooks of saved tensors
         ctx.save_for_forward(*tensors)
 
 
 def refused(message: str) -> Rule:
-    """The rule of an operator that has no gradient: ``RuntimeError`` with ``message`` where one is asked for."""
+    """The rule of an operator without a gradient: ``RuntimeError`` with ``message`` where one is requested."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing is needed."""
+        """Nothing is saved."""
 
     def refuse(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(message)

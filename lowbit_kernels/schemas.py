@@ -1,8 +1,8 @@
-"""The operators as torch knows them: registered when lowbit is imported, so that programs which name them (torch.export,
-AOTInductor, torch.jit) load and run in a process that has used no other part of it.
+"""Schemas of the operators, registered when lowbit is imported, so that programs that contain them (torch.export, AOTInductor,
+torch.jit) load and run in a process that has used nothing else of it.
 
-This file and :mod:`.rules` import nothing but torch. What an operator does, ``ops`` and ``fused_norm_quant`` say in their
-``OPERATORS``, which are imported when something first asks: that takes ten times as long as to name them.
+This file and :mod:`.rules` import torch alone. Implementations are in ``OPERATORS`` of ``ops`` and ``fused_norm_quant``, imported
+at the first use, which takes ten times as long as declaring them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["LIBRARY", "SCHEMAS", "Operator", "Schema"]
 
 
 class Operator(NamedTuple):
-    """What an operator does, what it returns for tensors without numbers, and its autograd rule."""
+    """Implementation of an operator, its fake (shapes without values), and its autograd rule."""
 
     run: Callable[..., Any]
     fake: Callable[..., Any]
@@ -28,7 +28,7 @@ class Operator(NamedTuple):
 
 
 class Schema(NamedTuple):
-    """The arguments and results of an operator, and the module whose ``OPERATORS`` say the rest."""
+    """Arguments and results of an operator, and the module whose ``OPERATORS`` implement it."""
 
     signature: str
     module: str
@@ -61,7 +61,7 @@ LIBRARY = torch.library.Library("lowbit", "DEF")
 
 
 def _deferred(name: str, module: str, field: str) -> Callable[..., Any]:
-    """The field of the operator ``name``, whose module is imported by the first call."""
+    """A function that calls ``field`` of the operator ``name``; the first call imports its module."""
     found: list[Callable[..., Any]] = []
 
     def call(*args: Any, **named: Any) -> Any:

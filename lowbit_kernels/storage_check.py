@@ -9,7 +9,7 @@ __all__ = ["check_storage"]
 
 
 def check_storage(tensor: Tensor) -> None:
-    """Raise where elements of ``tensor`` lie outside of its storage: it may have been freed, which torch itself does not mind."""
+    """Raises where elements of ``tensor`` are outside its storage, which may have been freed without torch noticing."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"tensors must be dense, got one of the layout {tensor.layout}: take to_dense()")
     if not tensor.numel():

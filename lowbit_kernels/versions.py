@@ -1,7 +1,7 @@
-"""The operator ``versions``: how often tensors were written to, for what is decided while torch.compile traces.
+"""The operator ``versions``: how often tensors were written to, for decisions while torch.compile traces.
 
-``Tensor._version`` is a number there that only the running graph knows. The shape of an operator's result is known, because its
-fake computes it of the very tensors that the trace writes to. Nothing reads the result, so that no compiler keeps the call.
+While tracing, ``Tensor._version`` is known to the running graph only. But the shape of an operator's result is known, since its
+fake computes it from the very tensors that the trace writes to. Nothing reads the result, so compilers drop the call.
 """
 
 from __future__ import annotations

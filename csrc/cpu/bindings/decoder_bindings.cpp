@@ -98,7 +98,7 @@ bool fits_kept(const Tensor& t, const Attention& a, int64_t batch, ScalarType ty
          t.size(3) == a.heads.size && t.stride(3) == 1 && t.scalar_type() == type;
 }
 
-Kept kept_in(const Tensor& t) { return {static_cast<char*>(t.mutable_data_ptr()), t.stride(0), t.stride(1), t.stride(2)}; }
+CacheView kept_in(const Tensor& t) { return {static_cast<char*>(t.mutable_data_ptr()), t.stride(0), t.stride(1), t.stride(2)}; }
 
 bool fits_turns(const Tensor& t, const Attention& a, int64_t batch, ScalarType type) {
   return t.is_cpu() && t.dim() == 3 && (t.size(0) == 1 || t.size(0) == batch) && t.size(1) == a.tokens && t.size(2) == a.heads.size &&

@@ -1,4 +1,4 @@
-// lowbit_cpu::bf16_dot_gemm and int8_dot_gemm, where the processor has dot products of bfloat16 and of int8.
+// lowbit_cpu::bf16_dot_gemm and int8_dot_gemm, on processors with dot products of bfloat16 and of int8.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -12,7 +12,7 @@ namespace {
 
 using namespace lowbit::cpu;
 
-// Whether `bf16_dot_gemm` runs on this processor.
+// Whether bf16_dot_gemm runs on this processor.
 bool has_bf16_dot() {
 #if defined(__x86_64__)
   return std::string(instruction_set().name) == "avx512" && __builtin_cpu_supports("avx512bf16");
@@ -29,10 +29,10 @@ bool has_int8_dot() {
 #endif
 }
 
-// Rows of the weight at a time: x is read once for each panel, so larger ones where there are enough for all threads.
+// Rows of the weight in a panel: x is read once for each panel, so larger ones where there are enough for all threads.
 int64_t panel_rows(const Linear& a) { return a.n >= 64 * 4 * static_cast<int64_t>(torch::stable::get_num_threads()) ? 64 : 32; }
 
-// The product of bfloat16 with a weight that is rounded to it, for any number of rows of x.
+// x [M, K] in bfloat16 times a weight that is rounded to bfloat16, for any M.
 Tensor bf16_dot_gemm(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> outer,
                    std::optional<Tensor> bias_any, Tensor values, std::optional<Tensor> scale_values, int64_t group_size,
                    bool interleaved) {
@@ -51,7 +51,7 @@ Tensor bf16_dot_gemm(Tensor x_any, Tensor packed, Tensor scale, std::optional<Te
   if (a.m == 0 || a.n == 0) return y;
   if (a.k == 0) return finish_without_columns(a, bias ? &bias_numbers : nullptr, y), y;
   const uint16_t* x_data = static_cast<const uint16_t*>(x.const_data_ptr());
-  // Rows that are whole registers are read where they lie.
+  // rows that are whole registers are read in place
   const bool in_place = a.k % dot_columns == 0 && reinterpret_cast<uintptr_t>(x_data) % (dot_columns * sizeof(uint16_t)) == 0;
   const int64_t stride = in_place ? a.k : padded_stride(a.k);
   const auto padded = aligned_buffer<uint16_t>(in_place ? 0 : a.m * stride);
@@ -68,8 +68,7 @@ Tensor bf16_dot_gemm(Tensor x_any, Tensor packed, Tensor scale, std::optional<Te
   return y;
 }
 
-// The product of x rounded to int8, with a scale a row or `input_scale`, with int8 that have a scale a row, for any number of rows
-// of x.
+// x [M, K] rounded to int8, with a scale a row or `input_scale`, times int8 weights with a scale a row, for any M.
 Tensor int8_dot_gemm(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> bias_any, Tensor values,
                      std::optional<Tensor> input_scale) {
   STD_TORCH_CHECK(has_int8_dot(), "this processor has no dot products of int8");

@@ -1,6 +1,8 @@
-// Linear for many rows of x in bfloat16, on dot products of bfloat16 (see dot_gemm.h). Compiled for AVX-512 with BF16.
+// GEMM for many rows of x in bfloat16 (picture in dot_gemm.h). Compiled for AVX-512 with BF16.
 //
-//   codes --dequantize_rows--> [16, K] bfloat16 --pack_words--> panel
+//    codes --dequantize_rows--> bf16 [16, K] --pack_words--> panel
+//
+// Contract: weights rounded once, to bfloat16; sums in fp32.
 #include "bf16_dot_gemm.h"
 
 #include "../decode/deinterleave.h"

@@ -287,14 +287,14 @@ void attend_as(const Attention& a, int64_t batch, int64_t head, int64_t first, i
     }
     apply_rope_head(a.heads.of_key, static_cast<const T*>(a.key) + (token * a.heads.keys + head) * size, cos, sin, size, new_keys + s * size);
     if (!keeps) continue;
-    const auto keep = [&](const Kept& of, const T* x) {
+    const auto keep = [&](const CacheView& of, const T* x) {
       T* to = reinterpret_cast<T*>(of.data) + batch * of.of_batch + head * of.of_head + (a.stop + s) * of.of_place;
       memcpy(to, x, size * sizeof(T));
     };
     keep(a.keys, new_keys + s * size);
     keep(a.values, value + s * value_stride);
   }
-  const auto cache_of = [&](const Kept& of) { return reinterpret_cast<const T*>(of.data) + batch * of.of_batch + head * of.of_head; };
+  const auto cache_of = [&](const CacheView& of) { return reinterpret_cast<const T*>(of.data) + batch * of.of_batch + head * of.of_head; };
   const Places<T> keys = {cache_of(a.keys), a.keys.of_place, new_keys, size, a.stop, tokens};
   const Places<T> values = {cache_of(a.values), a.values.of_place, value, value_stride, a.stop, tokens};
   by_rows<most_at_once>(rows, [&](auto R, int64_t row) {

@@ -24,7 +24,7 @@ struct Heads {
 };
 
 // Keys or values of a layer's cache: [batch, heads, places, size], each head's values contiguous.
-struct Kept {
+struct CacheView {
   char* data;
   int64_t of_batch, of_head, of_place;  // strides in elements
 };
@@ -44,7 +44,7 @@ struct Attention {
   const void *query, *key, *value;  // [batch, tokens, heads * size], before the rotary embedding
   const void *cos, *sin;            // [batch or 1, tokens, size]
   int64_t cos_of_batch;
-  Kept keys, values;
+  CacheView keys, values;
   Mask mask;
   Dtype type;
   void* y;  // [batch, tokens, queries * size]

@@ -232,7 +232,7 @@ class Step {
       split(first, first + 1, [&](int i, int64_t at, int64_t) { prefetch_first(linear_[i], at); });
       pack_phase.each(m_, [&](int64_t m) { pack_rows(of, norm, x, m); });
     };
-    product_phase.turns(tasks, min_tasks(linear_[*of.begin()]), threads_, on_first, [&](int64_t at, int64_t stop) {
+    product_phase.each_range(tasks, min_tasks(linear_[*of.begin()]), threads_, on_first, [&](int64_t at, int64_t stop) {
       if (!ok_) return;
       split(at, stop, [&](int i, int64_t first, int64_t end) {
         const int64_t begin_row = first * rows_per_task, end_row = std::min(end * rows_per_task, linear_[i].n);
@@ -249,7 +249,7 @@ class Step {
       if (first < tasks_of(a)) prefetch_first(a, first), prefetch_first(b, first);
       phases_[5].each(m_, [&](int64_t m) { pack_rows({gate, up}, &args_.mlp_norm, outputs_[output], m); });
     };
-    phases_[6].turns(tasks_of(a), min_tasks(a), threads_, on_first, [&](int64_t at, int64_t stop) {
+    phases_[6].each_range(tasks_of(a), min_tasks(a), threads_, on_first, [&](int64_t at, int64_t stop) {
       if (!ok_) return;
       const int64_t begin = at * rows_per_task, end = std::min(stop * rows_per_task, a.n);
       multiply(gate, begin, end);

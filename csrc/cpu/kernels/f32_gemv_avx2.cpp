@@ -18,14 +18,14 @@ struct Fields : CodeUnpacker<bits, 0> {
   explicit Fields(const Linear& a) : CodeUnpacker<bits, 0>(ByteDecoding{0, 0, nullptr, 1}), is_e4m3(bits == 8 && a.truncated_half.has_nan) {
     mask = _mm256_set1_epi16(static_cast<int16_t>(a.truncated_half.mask));
     alignas(16) uint8_t temp[16];
-    const auto everywhere = [&] { return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(temp))); };
+    const auto broadcast16 = [&] { return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(temp))); };
     for (int byte = 0; bits == 4 && byte < 4; byte++) {
       for (int code = 0; code < 16; code++) memcpy(temp + code, reinterpret_cast<const uint8_t*>(a.values + code) + byte, 1);
-      table[byte] = everywhere();
+      table[byte] = broadcast16();
     }
     for (int f = 0; bits == 6 && f < 2; f++) {  // moves the sign to the top of the byte, the upper one of a half
       for (int i = 0; i < 16; i++) temp[i] = static_cast<uint8_t>((i >> 2 * f & 1) << 4 | (i >> (2 * f + 1) & 1) << 7);
-      this->above[f][0] = everywhere();
+      this->above[f][0] = broadcast16();
     }
   }
 

@@ -1,7 +1,8 @@
-// Linear for many rows of x rounded to int8, on dot products of four bytes (see dot_gemm.h). Compiled for AVX-512 with VNNI.
+// GEMM for many rows of x rounded to int8 (picture in dot_gemm.h). Compiled for AVX-512 with VNNI.
 //
-// The instruction multiplies bytes without a sign by bytes with one: 128 is added to those of x, and 128 times the sum of a row of
-// the weight taken from its sums. Sums wrap, so that they are right wherever the product itself fits into 32 bits.
+// dpbusd multiplies unsigned by signed bytes: 128 is added to the codes of x, and 128 times the sum of a row of the weight is
+// subtracted from its sums. Sums wrap, so they are right wherever the product itself fits in 32 bits.
+// Contract: exact: integer sums, scaled in fp32, one rounding.
 #include "int8_dot_gemm.h"
 
 #include "../pack/split_activations.h"

@@ -276,7 +276,7 @@ void gemv_for_bits(const Linear& a, const ByteDecoding& decoding, const Interlea
         if (largest <= Set::narrow_table_max) return gemv_rows<Set, 4, true, Set::narrow_table_max, D, false>(a, decoding, x, range);
         return gemv_rows<Set, 4, true, 127, D, false>(a, decoding, x, range);
       }
-    if constexpr (takes_zeros<bits, false>)
+    if constexpr (supports_zeros<bits, false>)
       if (a.zero_point.data) return gemv_rows<Set, bits, false, max_byte, D, true>(a, decoding, x, range);
     return gemv_rows<Set, bits, false, max_byte, D, false>(a, decoding, x, range);
   };

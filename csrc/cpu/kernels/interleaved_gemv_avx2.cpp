@@ -15,7 +15,7 @@ struct Narrow {
   using ByteReg = __m256i;
   using FloatReg = __m256;
   static constexpr int size = 32, lanes = 8, max_tile_m = 2, narrow_table_max = small_table_max;
-  // 4 and 8 bits: bytes4 registers, a whole cache line. Their int32 sums spill to the stack, which is rare enough to be cheap.
+  // 4 and 8 bits: four registers, a whole cache line. Their int32 sums spill to the stack, which is rare enough to be cheap.
   static constexpr int registers(int bits, int m) { return (m == 1 && bits % 4 == 0) || (m == 2 && bits == 8) ? 4 : 2; }
   static constexpr int streams(int bits) { return bits % 4 == 0 ? 2 : 1; }
   static constexpr int chains(int) { return 1; }

@@ -68,7 +68,7 @@ static inline bool supports_quad_sums(int bits, int limbs, int64_t group, int64_
 
 // Whether a format with these codes may have zero points: tables may not, nor 7 and 8 bits, whose sums would overflow.
 template <int bits, bool has_table>
-constexpr bool takes_zeros = bits <= 6 && !has_table;
+constexpr bool supports_zeros = bits <= 6 && !has_table;
 
 #if defined(__x86_64__)
 // pack_limbs: rows begin .. end - 1 of x; rows with infinity or NaN are marked in no_limbs. split_int8_gemv<bits>, a translation

@@ -220,7 +220,7 @@ struct GemvRows {
       steps.limbs = x.limbs + (s * a.m + m) * size, steps.sums = x.sums + (s * a.m + m) * lanes;
       steps.slice_scale = x.scale + m * slices + s / steps_per_slice;
       auto run_tile = gemv_tile<bits, tables, largest, D, M, U, use_quads, in_groups, false>;
-      if constexpr (takes_zeros<bits, tables != 0>)
+      if constexpr (supports_zeros<bits, tables != 0>)
         if (has_zeros) run_tile = gemv_tile<bits, tables, largest, D, M, U, use_quads, in_groups, true>;
       run_tile(codes, steps, count / U, total + m * S);
     };

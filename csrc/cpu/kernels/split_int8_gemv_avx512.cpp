@@ -84,7 +84,7 @@ constexpr int64_t scale_slots = max_groups + 48;  // scales of a row, and 48 tha
 template <int bits>
 using TileArgs = cpu::TileArgs<Planes<bits>>;
 
-// Sums the lanes of four rows by high_bits: lane 4 i + r of the result belongs to row r.
+// Sums the lanes of four rows by fours: lane 4 i + r of the result belongs to row r.
 inline __m512i quad_sums(const __m512i* of_row) {
   const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(of_row[0], of_row[1]), _mm512_unpackhi_epi32(of_row[0], of_row[1]));
   const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(of_row[2], of_row[3]), _mm512_unpackhi_epi32(of_row[2], of_row[3]));
@@ -268,7 +268,7 @@ struct GemvRows {
       steps.limbs = x.limbs + (s * a.m + m) * D * columns, steps.sums = x.sums + (s * a.m + m) * lanes;
       steps.slice_scale = x.scale + m * slices + s / steps_per_slice;
       auto run_tile = gemv_tile<bits, has_table, D, M, Q, use_quads, in_groups, false>;
-      if constexpr (takes_zeros<bits, has_table>)
+      if constexpr (supports_zeros<bits, has_table>)
         if (has_zeros) run_tile = gemv_tile<bits, has_table, D, M, Q, use_quads, in_groups, true>;
       run_tile(bytes_of, steps, count, total + m * S);
     };

@@ -30,7 +30,7 @@ class Phase {
 
   // The same in decreasing ranges (guided scheduling) of at least `minimum` items. `on_first(begin)`: once in each thread.
   template <typename OnFirst, typename Work>
-  void turns(int64_t count, int64_t minimum, int64_t threads, const OnFirst& on_first, const Work& work) {
+  void each_range(int64_t count, int64_t minimum, int64_t threads, const OnFirst& on_first, const Work& work) {
     int64_t at, stop;
     const bool any = claim(count, minimum, threads, at, stop);
     on_first(any ? at : count);

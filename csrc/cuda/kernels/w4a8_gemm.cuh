@@ -110,4 +110,4 @@ __global__ void __launch_bounds__(threads_per_block<T, 4>, blocks_per_sm<T, 4>)
 #endif
 }
 
-}  // namespace lowbit::cuda::eights
+}  // namespace lowbit::cuda::w8a8

@@ -102,4 +102,4 @@ cudaError_t launch_fused_full_k(FusedFullK a, Codes codes, const Operand& w, boo
   return x_is_half ? launch_for<float, __half>(w, a, plan.rows, stream) : launch_for<float, __nv_bfloat16>(w, a, plan.rows, stream);
 }
 
-}  // namespace lowbit::cuda::eights
+}  // namespace lowbit::cuda::w8a8

@@ -191,4 +191,4 @@ __global__ void __launch_bounds__(full_k_threads, T == 16 ? 2 : 1)
 #endif
 }
 
-}  // namespace lowbit::cuda::eights
+}  // namespace lowbit::cuda::w8a8

@@ -101,4 +101,4 @@ cudaError_t launch_fused_split_k(FusedSplitK a, Codes codes, const Operand& w, b
                    : launch_for<float, __nv_bfloat16>(map, a, stream);
 }
 
-}  // namespace lowbit::cuda::eights
+}  // namespace lowbit::cuda::w8a8

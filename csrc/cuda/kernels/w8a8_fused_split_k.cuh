@@ -223,4 +223,4 @@ __global__ void __launch_bounds__(threads_per_block<T, 8>, 2)
 #endif
 }
 
-}  // namespace lowbit::cuda::eights
+}  // namespace lowbit::cuda::w8a8

@@ -234,4 +234,4 @@ cudaError_t launch(W8A8Args a, Codes codes, const Operand& w, const Operand& x, 
   }
 }
 
-}  // namespace lowbit::cuda::eights
+}  // namespace lowbit::cuda::w8a8

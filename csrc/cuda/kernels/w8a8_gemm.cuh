@@ -406,4 +406,4 @@ __global__ void __launch_bounds__(threads_per_block<T, 8>, blocks_per_sm<T, 8>)
 #endif
 }
 
-}  // namespace lowbit::cuda::eights
+}  // namespace lowbit::cuda::w8a8

@@ -113,4 +113,4 @@ LOWBIT_PRODUCT_OF_REGISTERS(128, "%64", "%65", "%66", "%67", "%68", "%69")
 
 #endif
 
-}  // namespace lowbit::cuda::eights
+}  // namespace lowbit::cuda::w8a8

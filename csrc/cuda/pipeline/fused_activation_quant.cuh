@@ -155,4 +155,4 @@ __device__ __forceinline__ void quantize_part(const FusedSplitK& a, const Activa
 
 #endif
 
-}  // namespace lowbit::cuda::eights
+}  // namespace lowbit::cuda::w8a8

@@ -18,13 +18,13 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Stores `number` at the address of `beside` in the shared memory of `block`.
-__device__ __forceinline__ void store_remote(float* beside, int block, float number) {
+// Stores `number` in the shared memory of `block`, at the place of `local_address` in this block's.
+__device__ __forceinline__ void store_remote(float* local_address, int block, float number) {
 #if LOWBIT_BULK_COPIES
   asm volatile(
       "{\n\t.reg .b32 there;\n\t"
       "mapa.shared::cluster.u32 there, %0, %1;\n\t"
-      "st.shared::cluster.f32 [there], %2;\n\t}" ::"r"(shared_address(beside)),
+      "st.shared::cluster.f32 [there], %2;\n\t}" ::"r"(shared_address(local_address)),
       "r"(block), "f"(number)
       : "memory");
 #endif

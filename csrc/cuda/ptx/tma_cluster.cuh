@@ -23,9 +23,9 @@ __device__ __forceinline__ void cluster_sync() {
 }
 
 // The same address in the shared memory of another block of the cluster.
-__device__ __forceinline__ uint32_t remote_address(uint32_t beside, int block) {
+__device__ __forceinline__ uint32_t remote_address(uint32_t local_address, int block) {
   uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(beside), "r"(block));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(local_address), "r"(block));
   return there;
 }
 
@@ -100,4 +100,4 @@ __device__ __forceinline__ uint64_t evict_normal_policy() {
 
 #endif
 
-}  // namespace lowbit::cuda::eights
+}  // namespace lowbit::cuda::w8a8

@@ -82,7 +82,7 @@ def test_a_step_errs_no_more_than_its_reference(
     assert torch.equal(kept[:, :, :, :past], room[:, :, :, :past])
     (want, filled), (apart, predicate) = reference(torch.float64), reference(dtype)
     for got, theirs, exact in ((y, apart, want), (kept, predicate, filled)):
-        # Digits of float32 hold 2^-22 of the largest number in a slice, which is a few times the usual one, in four products.
+        # Three limbs hold 2^-22 of the largest number in a slice, which is a few times the usual one, in four products.
         assert rms(got.double() - exact) <= 2 * rms(theirs.double() - exact) + 2.0**-19 * rms(exact)
 
 
