@@ -1,10 +1,13 @@
-"""The worked example of docs/kernel-authors.md runs as it stands, and its kernel is within the contract that it names."""
+"""docs/kernel-authors.md: its example is within the contract that it names, its folders are there, kernels begin as it says."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from tests import ROOT
 
@@ -35,3 +38,27 @@ def test_every_folder_it_names_is_there():
     assert len(names) > 10
     for name in names:
         assert any(ROOT.glob(name.rstrip("/"))), name
+
+
+def kernel_files() -> list[Path]:
+    """The files in which a kernel begins: those with an entry point of the GPU, and the CPU's and Triton's by name."""
+    cuda = [path for path in (ROOT / "csrc" / "cuda").rglob("*.cuh") if "__global__" in path.read_text()]
+    cpu = ("interleaved_gemv.h", "split_int8_gemv.h", "f32_gemv.h", "linear.cpp", "dequantize.cpp", "dot_gemm.h", "decoder.cpp")
+    triton = ("gemm", "gemv", "gemv_wide", "w8a8_gemm", "dequantize", "norm", "quantize")
+    return [
+        *cuda,
+        *(ROOT / "csrc" / "cpu" / "kernels" / name for name in cpu),
+        *(ROOT / "lowbit_kernels" / "triton" / f"{name}.py" for name in triton),
+    ]
+
+
+@pytest.mark.parametrize("path", kernel_files(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_kernel_begins_with_its_data_flow_contract_and_limit(path: Path) -> None:
+    text = path.read_text()
+    head = text[
+        : text.index("#pragma once" if path.suffix in (".cuh", ".h") else "#include" if path.suffix == ".cpp" else "import")
+    ]
+    for part in ("-->", "Contract:", "Limit:"):
+        assert part in head, f"the head of {path.name} lacks {part}"
+    for name in re.findall(r"\b(\w+\.json)\b", head):
+        assert (ROOT / "evals" / "results" / name).exists(), f"{path.name} names figures of {name}"
