@@ -139,6 +139,25 @@ def prompts_table(results: list[dict[str, Any]]) -> str:
     return f"{title}\n\n{_markdown(head, map(row, cases))}"
 
 
+def triton_targets_table(results: list[dict[str, Any]]) -> str:
+    """Triton's kernels by GPU: how many of the cases compile."""
+    (result,) = results
+    targets = list(dict.fromkeys(r["target"] for r in result["rows"]))
+    kinds = list(dict.fromkeys(r["case"].split(",")[0] for r in result["rows"]))
+
+    def row(kind: str) -> tuple[Any, ...]:
+        counts = []
+        for target in targets:
+            found = [r for r in result["rows"] if r["target"] == target and r["case"].split(",")[0] == kind]
+            counts.append(f"{sum(r['error'] is None and r['bytes'] > 0 for r in found)} of {len(found)}")
+        return f"`triton_{kind}`", *counts
+
+    failed = [f"* `{r['target']}`, {r['case']}: {r['error']}" for r in result["rows"] if r["error"]]
+    title = f"Triton {result['versions']['triton']}, {result['date']}, commit {result['commit']}; cases that compile:"
+    table = _markdown(f"kernel |{'|'.join(targets)}", map(row, kinds))
+    return "\n\n".join([title, table, *(["\n".join(failed)] if failed else [])])
+
+
 def recipes_table(results: list[dict[str, Any]]) -> str:
     """Bundled recipes, and when to pick each."""
     (result,) = results
@@ -445,6 +464,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "generate": generate_table,
     "decoding": decoding_table,
     "prompts": prompts_table,
+    "triton_targets": triton_targets_table,
     "host": host_table,
     "triton": triton_table,
     "ecosystem": ecosystem_table,
