@@ -139,7 +139,7 @@ def prompts_table(results: list[dict[str, Any]]) -> str:
     return f"{title}\n\n{_markdown(head, map(row, cases))}"
 
 
-def triton_targets_table(results: list[dict[str, Any]]) -> str:
+def gpu_targets_table(results: list[dict[str, Any]]) -> str:
     """Triton's kernels by GPU: how many of the cases compile."""
     (result,) = results
     targets = list(dict.fromkeys(r["target"] for r in result["rows"]))
@@ -464,7 +464,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "generate": generate_table,
     "decoding": decoding_table,
     "prompts": prompts_table,
-    "triton_targets": triton_targets_table,
+    "gpu_targets": gpu_targets_table,
     "host": host_table,
     "triton": triton_table,
     "ecosystem": ecosystem_table,

@@ -1,6 +1,6 @@
 """Triton's kernels compiled ahead of time for GPUs that are not here: which of them each generation's compiler takes.
 
-    python -m lowbit.evals.triton_targets --out triton_targets.json
+    python -m lowbit.evals.triton_targets --out gpu_targets.json
 
 What each row of the registry launches is recorded on a CPU, where nothing runs, and given to Triton's own compiler (LLVM with
 ptxas, or with lld for AMD). That it compiles says nothing of its numbers or its speed.
