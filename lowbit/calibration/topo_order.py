@@ -21,18 +21,18 @@ def topological_levels(modules: Mapping[str, nn.Module], run: Callable[[], objec
     Its own step is the number of modules one behind the other that come before it, at the most. Those that ``run`` does not
     call stand in the last step, since nothing is known of them.
     """
-    depths = _DepthMode()
+    depth_mode = _DepthMode()
     found: dict[str, int] = {}
 
     def before(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found[name] = max(found.get(name, 0), depths.of((args, kwargs)))
+            found[name] = max(found.get(name, 0), depth_mode.of((args, kwargs)))
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            depths.mark(output, found[name] + 1)
+            depth_mode.mark(output, found[name] + 1)
 
         return hook
 
@@ -40,7 +40,7 @@ def topological_levels(modules: Mapping[str, nn.Module], run: Callable[[], objec
         for name, module in modules.items():
             hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(after(name)).remove)
-        with depths:
+        with depth_mode:
             run()
     order = sorted(set(found.values())) or [0]
     return [[name for name in modules if found.get(name, order[-1]) == depth] for depth in order]

@@ -2,7 +2,7 @@
 
 A layer is known where its modules have the usual names and each of their forward calls, and the functions these call, are the
 same code as one of transformers' own of these models, whichever class has it. Names alone would take models that scale a residual
-or turn other halves of a head for the same.
+or rotate other halves of a head for the same.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ Tensor mixed_gemm(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tenso
   STD_TORCH_CHECK(columns == 0 || columns == 16 || columns == 32 || columns == 64 || columns == 128 || columns == 256,
                   "columns must be 0 (chosen), 16, 32, 64, 128 or 256, got ", columns);
   STD_TORCH_CHECK(parts >= 0 && parts <= 4, "parts must be 0 (chosen) to 4, got ", parts);
-  STD_TORCH_CHECK(shared >= 0 && shared <= 2, "shared must be 0 (chosen), 1 (no tiles) or 2 (those of the last turn), got ",
+  STD_TORCH_CHECK(shared >= 0 && shared <= 2, "shared must be 0 (chosen), 1 (no tiles) or 2 (those of the last wave), got ",
                   shared);
   const DeviceGuardIfNeeded guard(x_any.get_device_index());
   Tensor x = held_dense(x_any, "x");

@@ -390,9 +390,9 @@ __global__ void __launch_bounds__((max_split_int8_warps + 1) * 32, 1) split_int8
       if (!is_finite) sum += non_finite_products<W>(a, written.first + tile, row, m);
       if (a.bias) sum += constants.y;
       const __half half = from_float<__half>(sum);
-      const __nv_bfloat16 brain = from_float<__nv_bfloat16>(sum);
+      const __nv_bfloat16 bf16 = from_float<__nv_bfloat16>(sum);
       static_cast<uint16_t*>(a.y)[m * a.n + n] =
-          a.x_is_half ? reinterpret_cast<const uint16_t&>(half) : reinterpret_cast<const uint16_t&>(brain);
+          a.x_is_half ? reinterpret_cast<const uint16_t&>(half) : reinterpret_cast<const uint16_t&>(bf16);
     }
   }
 }

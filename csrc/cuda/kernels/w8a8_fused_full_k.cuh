@@ -46,17 +46,17 @@ struct FullKShape {
 
 // Quantizes the block's rows of x.
 template <bool is_float, class X, int T, int chunks>
-__device__ __forceinline__ void quantize_rows(const FusedFullK& all, int64_t m, int steps, uint32_t to, float* scales) {
+__device__ __forceinline__ void quantize_rows(const FusedFullK& args, int64_t m, int steps, uint32_t to, float* scales) {
   constexpr int warps = full_k_threads / 32, rows = T / warps;
-  const int warp = threadIdx.x / 32, there = static_cast<int>(min(all.product.m - m, static_cast<int64_t>(T)));
+  const int warp = threadIdx.x / 32, there = static_cast<int>(min(args.product.m - m, static_cast<int64_t>(T)));
   const int count = there > warp ? (there - warp + warps - 1) / warps : 0;
-  const X* const x = static_cast<const X*>(all.x) + (m + warp) * all.k;
-  const WarpRows<X, is_float, rows, chunks> held(x, static_cast<int64_t>(warps) * all.k, all.k, count);
+  const X* const x = static_cast<const X*>(args.x) + (m + warp) * args.k;
+  const WarpRows<X, is_float, rows, chunks> held(x, static_cast<int64_t>(warps) * args.k, args.k, count);
   // A chunk of 256 columns is two stages; each half of the warp writes one.
   const int lane = threadIdx.x % 32;
   const uint32_t at = to + lane / 16 * T * stage_k + lane % 2 * 8;
   held.round(
-      all.fixed_scale, steps * stage_k,
+      args.fixed_scale, steps * stage_k,
       [&](int r, int chunk, uint2 codes) {
         const int row = warp + r * warps, place = lane / 2 % 8 ^ row % 8;
         const uint32_t there = at + row * stage_k + place * 16 + chunk * 2 * T * stage_k;
@@ -124,13 +124,13 @@ __device__ __forceinline__ void load_weights(const CUtensorMap& w, const W8A8Arg
 
 template <class Number, class X, int T>
 __global__ void __launch_bounds__(full_k_threads, T == 16 ? 2 : 1)
-    w8a8_fused_full_k(const __grid_constant__ CUtensorMap w, const __grid_constant__ FusedFullK all) {
+    w8a8_fused_full_k(const __grid_constant__ CUtensorMap w, const __grid_constant__ FusedFullK args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr bool is_float = std::is_same_v<Number, float>;
   using Shape = FullKShape<T>;
   launch_dependents();
   extern __shared__ uint8_t unaligned[];
-  const W8A8Args& a = all.product;
+  const W8A8Args& a = args.product;
   uint8_t* const memory = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   const Shape at(a.steps);
   const uint32_t w_at = shared_address(memory), x_at = w_at + at.x, barriers = w_at + at.barriers;
@@ -151,10 +151,10 @@ __global__ void __launch_bounds__(full_k_threads, T == 16 ? 2 : 1)
   const int64_t n = static_cast<int64_t>(tile_n) * Shape::rows + part_of_w * 64 + warp * 16 + lane / 4;
   const Rows rows(a, n);
   wait_for_dependencies();
-  if (all.k <= 1024) {
-    quantize_rows<is_float, X, T, 4>(all, m, a.steps, x_at, scales);
+  if (args.k <= 1024) {
+    quantize_rows<is_float, X, T, 4>(args, m, a.steps, x_at, scales);
   } else if constexpr (Shape::max_columns > 1024) {
-    quantize_rows<is_float, X, T, 8>(all, m, a.steps, x_at, scales);
+    quantize_rows<is_float, X, T, 8>(args, m, a.steps, x_at, scales);
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // makes the generic stores visible to the tensor cores
   __syncthreads();

@@ -73,11 +73,11 @@ struct BlockPart {
   int first, steps, columns, rows_of_x;  // first: first stage of columns; columns: those within K
   int64_t m;
 
-  __device__ BlockPart(const FusedSplitK& all, int T, int blocks, int block) {
-    const W8A8Args& a = all.product;
+  __device__ BlockPart(const FusedSplitK& args, int T, int blocks, int block) {
+    const W8A8Args& a = args.product;
     tiles_m = a.tiles_m, tiles = tiles_m * a.tiles_n, step_of_tiles = gridDim.x / blocks, first_tile = blockIdx.x / blocks;
     first = a.steps * block / blocks, steps = a.steps * (block + 1) / blocks - first;
-    columns = min(steps * stage_k, all.k - first * stage_k);
+    columns = min(steps * stage_k, args.k - first * stage_k);
     m = static_cast<int64_t>(first_tile % tiles_m) * T;  // a block keeps its rows of x
     rows_of_x = static_cast<int>(min(a.m - m, static_cast<int64_t>(T)));
   }
@@ -85,10 +85,10 @@ struct BlockPart {
 
 // Run by the copying warp: some of W, then x, then the rest of W.
 template <class X, int T>
-__device__ __forceinline__ void copy_part(const CUtensorMap& w, const FusedSplitK& all, Ring<T, 8> ring, const BlockPart& part,
+__device__ __forceinline__ void copy_part(const CUtensorMap& w, const FusedSplitK& args, Ring<T, 8> ring, const BlockPart& part,
                                           const FusedSplitKMemory<T>& at, uint32_t x_arrived) {
   const int lane = threadIdx.x % 32;
-  const bool is_cluster = all.product.cluster_size > 1;
+  const bool is_cluster = args.product.cluster_size > 1;
   if (is_cluster) cluster_arrive();
   const uint64_t policy = part.tiles_m > 1 ? evict_normal_policy() : evict_first_policy(), x_policy = evict_normal_policy();
   const auto copy_w = [&](uint32_t tile, int step) {
@@ -104,10 +104,10 @@ __device__ __forceinline__ void copy_part(const CUtensorMap& w, const FusedSplit
     for (int step = 0; step < early; step++) copy_w(part.first_tile, step);
   __syncwarp();
   wait_for_dependencies();
-  const X* const x = static_cast<const X*>(all.x) + part.m * all.k + part.first * stage_k;
+  const X* const x = static_cast<const X*>(args.x) + part.m * args.k + part.first * stage_k;
 #pragma unroll 1
   for (int row = lane; row < part.rows_of_x; row += 32)
-    copy_row(ring.memory + at.floats + row * part.steps * stage_k * 2, x + static_cast<int64_t>(row) * all.k,
+    copy_row(ring.memory + at.floats + row * part.steps * stage_k * 2, x + static_cast<int64_t>(row) * args.k,
              part.columns * 2, x_arrived, x_policy);
   __syncwarp();
   if (lane == 0)
@@ -150,15 +150,15 @@ __device__ __forceinline__ void add_parts(const W8A8Args& a, uint32_t memory, co
 
 template <class Number, class X, int T>
 __global__ void __launch_bounds__(threads_per_block<T, 8>, 2)
-    w8a8_fused_split_k(const __grid_constant__ CUtensorMap w, const __grid_constant__ FusedSplitK all) {
+    w8a8_fused_split_k(const __grid_constant__ CUtensorMap w, const __grid_constant__ FusedSplitK args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
   extern __shared__ uint8_t unaligned[];
-  const W8A8Args& a = all.product;
+  const W8A8Args& a = args.product;
   uint8_t* const memory = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   const int blocks = a.cluster_size, block = blocks > 1 ? cluster_rank() : 0;
-  const auto at = FusedSplitKMemory<T>::of(a.stages, all.max_steps, all.max_rows, blocks);
-  const BlockPart part(all, T, blocks, block);
+  const auto at = FusedSplitKMemory<T>::of(a.stages, args.max_steps, args.max_rows, blocks);
+  const BlockPart part(args, T, blocks, block);
   const int octets = (part.rows_of_x + 7) / 8;
   Ring<T, 8> ring;
   ring.memory = shared_address(memory);
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(threads_per_block<T, 8>, 2)
   __syncthreads();
 
   if (threadIdx.x >= consumer_threads) {
-    copy_part<X, T>(w, all, ring, part, at, x_arrived);
+    copy_part<X, T>(w, args, ring, part, at, x_arrived);
     return;
   }
 
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(threads_per_block<T, 8>, 2)
   x.inverse = ~0u / x.segments + 1;
   x.to = ring.memory + at.x;
   mbarrier_wait(x_arrived, 0);  // kernels before this one have also ended
-  quantize_part<Number, X, T>(all, x, memory, at, maxima_arrived);
+  quantize_part<Number, X, T>(args, x, memory, at, maxima_arrived);
 
   const RowScale* const scales = reinterpret_cast<const RowScale*>(memory + at.scales);
   for (uint32_t tile = part.first_tile; tile < part.tiles; tile += part.step_of_tiles) {

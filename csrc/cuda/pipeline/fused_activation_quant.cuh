@@ -136,10 +136,10 @@ __device__ __forceinline__ void quantize_part(const FusedSplitK& a, const Activa
   }
   bool is_usual = true;
   if (thread < part.rows) {
-    uint32_t all = 0;
+    uint32_t row_maximum = 0;
 #pragma unroll 1
-    for (int other = 0; other < blocks; other++) all = max(all, maximum[other * T + thread]);
-    const float largest = __uint_as_float(all);
+    for (int other = 0; other < blocks; other++) row_maximum = max(row_maximum, maximum[other * T + thread]);
+    const float largest = __uint_as_float(row_maximum);
     const RowScale scale = a.fixed_scale ? given_scale(*a.fixed_scale, largest) : row_scale<X, part.is_float>(largest);
     is_usual = scale.is_usual();
     scales[thread] = scale;

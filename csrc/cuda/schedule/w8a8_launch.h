@@ -46,5 +46,5 @@ cudaError_t launch_fused_full_k(FusedFullK a, Codes codes, const Operand& w, boo
 // forced: rows of x in a block, blocks of a cluster, whether they split K; zeros: chosen from the shape.
 cudaError_t launch(W8A8Args a, Codes codes, const Operand& w, const Operand& x, const int (&forced)[3], cudaStream_t stream);
 
-}  // namespace eights
+}  // namespace w8a8
 }  // namespace lowbit::cuda
