@@ -2,13 +2,12 @@
 // SwiGLU. Compiled once for each instruction set (LOWBIT_SET is its namespace); element-wise loops are plain, for compilers to
 // vectorize.
 //
-//    q, k, v [tokens, heads, size] --norm, rope--> queries f32 --score--> [tokens, places] --softmax--> gather --> y [tokens, size]
+//    q, k, v [tokens, heads, size] --norm, rope--> queries f32 --score--> [tokens, places] --softmax--> gather --> y
 //                                          |                      ^                                           ^
 //                                          +--> new keys, values  K cache [heads, places, size]               V cache
 //
 // Contract: rounds to the type of x where torch's modules round; sums are fp32 in another order.
-// Limit: the bytes of the KV
-// cache, read once for all query heads that share a key head.
+// Limit: the bytes of the KV cache, read once for all query heads that share a key head.
 // Figures: steps of whole models in evals/results/decoding_cpu.json.
 #include "decoder.h"
 

@@ -4,9 +4,10 @@
 //                                                                         |                                             |
 //                                                                         +------------------- + <--[down] <--limbs-----+--> y
 //
-// Each arrow is a phase of the team (schedule/team.h); the brackets are split-int8 products with weights prepared once. Contract:
-// that of the products; element-wise results round where torch's modules round. Limit: the bytes of the weights. Figures:
-// evals/results/decoding_cpu.json.
+// Each arrow is a phase of the team (schedule/team.h); the brackets are split-int8 products with weights prepared once.
+// Contract: that of the products; element-wise results round where torch's modules round.
+// Limit: the bytes of the weights.
+// Figures: evals/results/decoding_cpu.json.
 #pragma once
 
 #include <algorithm>

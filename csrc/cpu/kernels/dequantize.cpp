@@ -5,8 +5,10 @@
 //                                            +-- ByTable (AVX-512, <= 6 bits, large groups): lookup ---+
 //                                            +-- dequantize_e8m0.h (scales are powers of two) ---------+
 //
-// ByTable dequantizes and rounds the 2^bits values of a group once and looks codes up. Contract: exact, rounded once to the
-// output type. Limit: the bytes of `out`. Figures: as part of bf16_dot_gemm.cpp.
+// ByTable dequantizes and rounds the 2^bits values of a group once and looks codes up.
+// Contract: exact, rounded once to the output type.
+// Limit: the bytes of `out`.
+// Figures: as part of bf16_dot_gemm.cpp.
 #include "dequantize.h"
 
 #include <cmath>

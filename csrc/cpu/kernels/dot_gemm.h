@@ -2,7 +2,7 @@
 // share. For AVX-512, in the namespace of the file that includes it (LOWBIT_SET).
 //
 //    weight rows --pack_words--> panel [panel_n / 16][words][16 rows], in the L2 cache --+
-//    x [12, 512 words], in the L1 cache --broadcast a word------------------------------+--dot product--> 12 x 2 registers of sums
+//    x [12, 512 words], in the L1 cache --broadcast a word------------------------------+--dot product--> 12 x 2 registers
 //    y [M, N] <--store(row of x, register, sums)--
 //
 // Lanes are rows of the weight, so lanes are never summed. Results do not depend on the number of threads.

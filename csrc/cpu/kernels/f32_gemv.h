@@ -4,10 +4,11 @@
 //    row: planes --unpack--> codes u8 --shift, vcvtph2ps | lookup--> w f32 --fma--> sums [lanes] --* group scale--> total
 //                                                                             y [M, R rows] <--sum of lanes--+
 //
-// Contract: exact: fp32 sums of the exact quantized weights. Limit: at M = 1 the bytes of the weight, in practice the conversion
-// of codes. Reached (evals/results/gemv_cpu.json, 11008 x 4096, AMD EPYC with AVX-512, 2 threads, M = 1): fp8 2011 us, 0.45 of
-// the time to read its bytes and 2.9 times as fast as bfloat16's F.linear; nf4 1564 us, 0.32 and 3.9 times; fp6_e3m2 2181 us,
-// 0.32 and 2.7 times.
+// Contract: exact: fp32 sums of the exact quantized weights.
+// Limit: at M = 1 the bytes of the weight, in practice the conversion of codes.
+// Reached (evals/results/gemv_cpu.json, 11008 x 4096, AMD EPYC with AVX-512, 2 threads, M = 1): fp8 2011 us, 0.45 of the time to
+// read its bytes and 2.9 times as fast as bfloat16's F.linear; nf4 1564 us, 0.32 and 3.9 times; fp6_e3m2 2181 us, 0.32 and 2.7
+// times.
 //
 // Kernels: f32_gemv_avx512.cpp and f32_gemv_avx2.cpp.
 #pragma once

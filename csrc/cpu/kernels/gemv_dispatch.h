@@ -6,8 +6,9 @@
 //                v                                                                       v
 //               none ---> fp8, fp6, nf4: f32 tiles (f32_gemv.h); else generic fp32 (linear.cpp) --> y
 //
-// Contract: of the kernel that a row of x took; no row's result depends on the other rows. Limit: at M = 1 the bytes of the
-// weight. Figures: see the kernels' files.
+// Contract: of the kernel that a row of x took; no row's result depends on the other rows.
+// Limit: at M = 1 the bytes of the weight.
+// Figures: see the kernels' files.
 #pragma once
 
 #include <optional>

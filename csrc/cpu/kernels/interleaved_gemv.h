@@ -12,11 +12,11 @@
 // A register holds the same columns of 8 or 16 rows, so neither a row's nor a group's lanes are ever added to each other.
 //
 // Contract: split-int8 (2 or 3 limbs): x to 1/65278 or 2^-22 of the largest of its 512 columns, then exact integers and fp32 sums
-// of groups; with 8-bit activations (1 limb) exact. Results do not depend on the number of threads. Limit: at M = 1 the bytes of
-// the weight; from M = 4 on the int8 multiply-adds, M N K D of them. Reached (evals/results/gemv_cpu.json, 11008 x 4096, AMD EPYC
-// with AVX-512, 2 threads, cold weights, 2 limbs): int4 476 us at M = 1, 0.98 of the time to read its bytes and 12.2 times as
-// fast as bfloat16's F.linear; int8 1251 us, 1.07 and 3.6 times; int2 388 us, 0.68 and 15.0 times; int4 at M = 16 2.0 times. With
-// AVX2 alone (gemv_cpu_avx2.json) int4 734 us, 1.02 and 6.4 times.
+// of groups; with 8-bit activations (1 limb) exact. Results do not depend on the number of threads.
+// Limit: at M = 1 the bytes of the weight; from M = 4 on the int8 multiply-adds, M N K D of them.
+// Reached (evals/results/gemv_cpu.json, 11008 x 4096, AMD EPYC with AVX-512, 2 threads, cold weights, 2 limbs): int4 476 us at M
+// = 1, 0.98 of the time to read its bytes and 12.2 times as fast as bfloat16's F.linear; int8 1251 us, 1.07 and 3.6 times; int2
+// 388 us, 0.68 and 15.0 times; int4 at M = 16 2.0 times. With AVX2 alone (gemv_cpu_avx2.json) int4 734 us, 1.02 and 6.4 times.
 //
 // `Set` describes the registers of an instruction set:
 //    ByteReg, FloatReg     registers of codes or int32, and of floats

@@ -4,9 +4,10 @@
 //    x [M, K] --arrange--> f32 [group][block][M][32]
 //    row: packed --decode, - zero_point--> w f32 [32] --fma--> sums [R, M][16 lanes] --* group scale--> y [M, R rows]
 //
-// Each code is decoded once for all rows of x. Results do not depend on the number of threads. Contract: exact: fp32 sums of the
-// exact quantized weights. Limit: at M = 1 the bytes of the weight, in practice the decoding. Figures: `cpu_gemv` in
-// evals/results/gemv_cpu_avx2.json, where f32_gemv.h has no kernel.
+// Each code is decoded once for all rows of x. Results do not depend on the number of threads.
+// Contract: exact: fp32 sums of the exact quantized weights.
+// Limit: at M = 1 the bytes of the weight, in practice the decoding.
+// Figures: none in evals/results, whose formats have other kernels on the processors measured.
 #include "linear.h"
 
 #include "../decode/unpack_codes.h"

@@ -8,10 +8,11 @@
 //    scale of a slice of 512 columns of x ---------------------- * ------------->+--> f32 total --sum of lanes--> y [M, R rows]
 //
 // Contract: split-int8 (2 or 3 limbs): x to 1/65278 or 2^-22 of the largest of its 512 columns, then exact integers and fp32
-// sums; with 8-bit activations (1 limb) exact. Results do not depend on the number of threads. Limit: at M = 1 the bytes of the
-// weight; from M = 4 on the int8 multiply-adds, M N K D of them. Reached (evals/results/gemv_cpu.json, 11008 x 4096, AMD EPYC
-// with AVX-512, 2 threads, cold weights, 2 limbs): fp6 792 us at M = 1, 0.92 of the time to read its bytes and 7.4 times as fast
-// as bfloat16's F.linear; nvfp4 826 us, 0.94 and 5.4 times. With AVX2 alone (gemv_cpu_avx2.json) fp6 1454 us, 0.83 and 3.3 times.
+// sums; with 8-bit activations (1 limb) exact. Results do not depend on the number of threads.
+// Limit: at M = 1 the bytes of the weight; from M = 4 on the int8 multiply-adds, M N K D of them.
+// Reached (evals/results/gemv_cpu.json, 11008 x 4096, AMD EPYC with AVX-512, 2 threads, cold weights, 2 limbs): fp6 792 us at M =
+// 1, 0.92 of the time to read its bytes and 7.4 times as fast as bfloat16's F.linear; nvfp4 826 us, 0.94 and 5.4 times. With AVX2
+// alone (gemv_cpu_avx2.json) fp6 1454 us, 0.83 and 3.3 times.
 //
 // This header is what bindings hand to the kernels; limbs are made in pack/pack_activations.cpp.
 #pragma once

@@ -4,8 +4,8 @@
 //
 //    w [N, K] --load--> f32 group --min, max--> scale, zero_point --round--> codes u8 [K] --pack_plane--> packed [N, K bits / 8]
 //
-// Contract: bit for bit the result of lowbit/scales.py and lowbit/grid.py, each step in fp32. Limit: the bytes of w, and one
-// division for each weight.
+// Contract: bit for bit the result of lowbit/scales.py and lowbit/grid.py, each step in fp32.
+// Limit: the bytes of w, and one division for each weight.
 #include "quantize.h"
 
 #include <cmath>

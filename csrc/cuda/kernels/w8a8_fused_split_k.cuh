@@ -8,7 +8,8 @@
 // y = (x W^T) s_x s_w + bias. A block multiplies 128 rows of W by T rows of x and a part of the columns, and goes on to further
 // tiles with the same x. Each tile's sums go to the block that writes its rows and are added in a fixed order.
 // Contract: exact: integer sums (e4m3: the tensor cores' fp32 sums), one rounding.
-// Limit: latency and the bytes of W. Figures: evals/results/w8a8_h100.json.
+// Limit: latency and the bytes of W.
+// Figures: evals/results/w8a8_h100.json.
 #pragma once
 
 #include "../ptx/cluster.cuh"

@@ -2,8 +2,8 @@
 //
 //    x row (global) --registers--> max |x| --warp, block reduction--> scale --> x / scale, round --> codes [M, pitch], scale [M]
 //
-// A block handles a row, or a warp a short one. Contract: the bits of IEEE division by the scale, rounded to nearest, ties to
-// even.
+// A block handles a row, or a warp a short one.
+// Contract: the bits of IEEE division by the scale, rounded to nearest, ties to even.
 // Limit: the bytes of x, read once.
 #pragma once
 
