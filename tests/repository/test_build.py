@@ -329,6 +329,8 @@ def test_the_lines_of_the_readme_in_a_clean_environment(setup: ModuleType, tmp_p
         (tools / "ninja").symlink_to(ninja)
 
     def run(lines: str, **variables: str) -> str:
+        """The output of ``lines``, with a line for each kernel from ``lowbit env``."""
+        lines = lines.replace("lowbit env", "lowbit env --kernels")
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LOWBIT"))}
         env |= {"PATH": os.pathsep.join(map(str, (tools, environment / "bin", env["PATH"]))), "LOWBIT_CUDA": "0", **variables}
         done = subprocess.run(["bash", "-ec", lines], cwd=tree, env=env, capture_output=True, text=True)
