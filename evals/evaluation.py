@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit import Calibration, QLinear, Recipe, quantize_, save, trace_kernels
+from lowbit import Calibration, QTensor, Recipe, quantize_, save, trace_kernels
+from lowbit.layers import Layer, find_layers
+from lowbit.plans import Plan
 
 from .cache import Cache, digest, fingerprint
 from .divergence import Divergence, Reference, divergence
@@ -101,6 +104,7 @@ class Outcome:
         layers, histograms: :func:`lowbit.evals.layers.layer_figures`.
         kernels: which kernels ran, by calls, for a single token (``"decode"``) and for ``prompt`` rows (``"prompt"``).
         shortened: prompts that were cut at their beginning to fit the model's context.
+        notes: what the plan has to say of the recipe in this model: of rules that quantize nothing.
         seconds: what quantizing and measuring took.
     """
 
@@ -115,6 +119,7 @@ class Outcome:
     speed: Speed | None
     seconds: float
     shortened: int = 0
+    notes: Sequence[str] = ()
     differences: Mapping[str, Paired] = field(default_factory=dict)
     layers: Sequence[Mapping[str, Any]] = ()
     histograms: Sequence[Mapping[str, Any]] = ()
@@ -127,7 +132,18 @@ class Outcome:
             name: {**_plain(score), "difference": self.differences[name].to_dict() if name in self.differences else None}
             for name, score in self.tasks.items()
         }
-        reused = ("recipe", "bits_per_weight", "file_bytes", "size", "kernels", "layers", "histograms", "shortened", "seconds")
+        reused = (
+            "recipe",
+            "bits_per_weight",
+            "file_bytes",
+            "size",
+            "kernels",
+            "layers",
+            "histograms",
+            "shortened",
+            "notes",
+            "seconds",
+        )
         return {**{name: getattr(self, name) for name in reused}, **plain, "tasks": tasks}
 
 
@@ -255,7 +271,7 @@ class _Evaluation:
         def step(message: str) -> Callable[[int, int], None]:
             return lambda done, total: None if self.progress is None else self.progress(f"{name}: {message}", done, total)
 
-        weights = cache.figure("weights", 0, lazy_model.weights)
+        weights = cache.figure("weights", 1, lazy_model.weights)
         size = cache.figure("file", 0, lambda: _file_bytes(lazy_model.model)) if files else None
         loss = self._perplexity(cache, lazy_model, step("perplexity"))
         answers = self._answers(cache, lazy_model, step("questions"))
@@ -352,12 +368,15 @@ class _LazyModel:
         if self._model is None:
             model = self._course.float_model()
             if self._recipe is None:
-                self._figures = {"bits_per_weight": _bits_as_loaded(model), "layers": [], "histograms": []}
+                self._figures = {"bits_per_weight": _bits_as_loaded(model), "layers": [], "histograms": [], "notes": []}
             else:
                 before = float_weights(model)
-                bits = _quantized_bits(model, self._recipe, self._course.data_for(self._recipe))
+                plan = quantize_(model, self._recipe, calibration=self._course.data_for(self._recipe))
                 layers, histograms = layer_figures(model, before)
-                self._figures = {"bits_per_weight": bits, "layers": layers, "histograms": histograms}
+                self._figures = {
+                    "bits_per_weight": _quantized_bits(plan), "layers": layers, "histograms": histograms,
+                    "notes": list(_idle(plan)),
+                }  # fmt: skip
             self._model = model
         return self._model
 
@@ -403,20 +422,29 @@ def _as_file(name: str) -> str:
 
 
 def _name(model: nn.Module) -> str:
-    return "as loaded" if any(isinstance(module, QLinear) for module in model.modules()) else "float"
+    return "as loaded" if any(isinstance(layer.weight, QTensor) for layer in _counted(model)) else "float"
 
 
 def _bits_as_loaded(model: nn.Module) -> float:
-    """Of the linear layers; where some are quantized, of these."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    layers = [layer for layer in layers if isinstance(layer, QLinear)] or layers
+    """Of the linear layers and experts; where some are quantized, of these."""
+    layers = _counted(model)
+    layers = [layer for layer in layers if isinstance(layer.weight, QTensor)] or layers
     bits = [getattr(layer.weight, "bits_per_weight", 8 * layer.weight.element_size()) * layer.weight.numel() for layer in layers]
     return sum(bits) / max(sum(layer.weight.numel() for layer in layers), 1)
 
 
-def _quantized_bits(model: nn.Module, recipe: Any, calibration: Calibration | None) -> float:
-    quantized = quantize_(model, recipe, calibration=calibration).quantized
-    numbers = [layer.shape[0] * layer.shape[1] for layer in quantized]
+def _counted(model: nn.Module) -> list[Layer]:
+    return [layer for layer in find_layers(model) if layer.kind in ("linear", "experts")]
+
+
+def _idle(plan: Plan) -> Iterator[str]:
+    """The notes of ``plan`` on rules."""
+    return (note for note in plan.notes if note.startswith("pattern "))
+
+
+def _quantized_bits(plan: Plan) -> float:
+    quantized = plan.quantized
+    numbers = [math.prod(layer.shape) for layer in quantized]
     return sum(layer.bits_per_weight * n for layer, n in zip(quantized, numbers, strict=True)) / sum(numbers)
 
 

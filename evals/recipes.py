@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowbit import plan
+
 from .evaluation import TOY, Material, compare
-from .results import write_result
+from .results import origin, write_result
 from .rounders import calibration
 from .tables import RESULTS, recipes_table
 from .tasks import MMLU
@@ -24,6 +26,10 @@ __all__ = ["FOLDER", "main", "measure", "names", "when"]
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 """The bundled recipes: beside this package, in a checkout as in an installation."""
+
+
+MIXTURES = ("mixture_of_experts",)
+"""Recipes for mixtures of experts, which are measured on one."""
 
 
 def names() -> list[str]:
@@ -40,16 +46,25 @@ def when(name: str) -> str:
 
 
 def measure(
-    recipes: Sequence[str], material: Material, rows: int = 128, progress: Callable[[str, int, int], None] | None = None
+    recipes: Sequence[str],
+    material: Material,
+    rows: int = 128,
+    progress: Callable[[str, int, int], None] | None = None,
+    folder: Path = TOY,
 ) -> list[dict[str, Any]]:
-    """The bundled toy model as it is and by each of ``recipes``: a row each, from many bits a weight to few.
+    """The model of ``folder``, the bundled toy model by default, as it is and by each of ``recipes``: a row each, from many bits
+    a weight to few.
 
-    Recipes that look at data see ``rows`` rows of :func:`~lowbit.evals.rounders.calibration`.
+    Recipes that look at data see ``rows`` rows of :func:`~lowbit.evals.rounders.calibration`. Raises ``ValueError`` for a recipe of
+    which a rule quantizes nothing in this model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(TOY, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for recipe in recipes:
+        if idle := [note for note in plan(model, recipe).notes if note.startswith("pattern ")]:
+            raise ValueError(f"{recipe} cannot be measured on {folder}: {idle[0]}")
     data = calibration(tokenizer, rows)
     found = compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, calibration=data, files=True, progress=progress)
     return _sorted([_row(outcome.to_dict()) for outcome in found])
@@ -72,17 +87,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--recipes", help="these, with commas between, beside the rows that the file holds; all anew by default")
     parser.add_argument("--rows", type=int, default=128, help="rows of 512 tokens to calibrate on")
     parser.add_argument("--out", type=Path, default=RESULTS / "recipes.json", help="JSON file to write")
+    parser.add_argument("--mixture", type=Path, help="measure recipes for mixtures on the model of this folder, and no other")
     options = parser.parse_args(arguments)
-    asked = options.recipes.split(",") if options.recipes else names()
+    reused = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {"recipes": []}
+    if options.mixture is not None:
+        rows = measure(MIXTURES, Material.read(limit=options.limit), options.rows, folder=options.mixture)
+        write_result(options.out, {**reused, "mixtures": {**origin(), "limit": options.limit, "recipes": rows}})
+        return
+    asked = options.recipes.split(",") if options.recipes else [name for name in names() if name not in MIXTURES]
+    if found := sorted(set(asked) & set(MIXTURES)):
+        raise SystemExit(f"{', '.join(found)}: give --mixture the folder of one (evals/toy/train_mixture.py makes it)")
     rows = measure(asked, Material.read(limit=options.limit), options.rows)
     if options.recipes:
-        reused = json.loads(options.out.read_text(encoding="utf-8"))
         if reused["limit"] != options.limit:
             raise SystemExit(f"{options.out} holds figures of --limit {reused['limit']}: give the same")
         known = {row["recipe"] for row in rows}
         rows = _sorted([*rows, *(row for row in reused["recipes"] if row["recipe"] not in known and row["recipe"] in names())])
-    write_result(options.out, {"limit": options.limit, "recipes": rows})
-    print(recipes_table([{"recipes": rows}]))
+    result = {"limit": options.limit, "recipes": rows, "mixtures": reused.get("mixtures", {"recipes": []})}
+    write_result(options.out, result)
+    print(recipes_table([result]))
 
 
 if __name__ == "__main__":

@@ -51,13 +51,18 @@ def calibration(tokenizer: Any, rows: int = 128, length: int = 512) -> Calibrati
 
 
 def measure(
-    recipes: Sequence[str], material: Material, rows: int = 128, progress: Callable[[str, int, int], None] | None = None
+    recipes: Sequence[str],
+    material: Material,
+    rows: int = 128,
+    progress: Callable[[str, int, int], None] | None = None,
+    folder: Path = TOY,
 ) -> list[dict[str, Any]]:
-    """The bundled toy model as it is and by each of ``recipes``, calibrated on ``rows`` rows: a row each, in this order."""
+    """The model of ``folder``, the bundled toy model by default, as it is and by each of ``recipes``, calibrated on ``rows``
+    rows: a row each, in this order."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(TOY, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     data = calibration(tokenizer, rows)
     found = compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, calibration=data, progress=progress)
     return [_row(outcome.to_dict()) for outcome in found]

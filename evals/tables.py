@@ -169,8 +169,13 @@ def recipes_table(results: list[dict[str, Any]]) -> str:
             f"{found['perplexity']['value']:.3f}", f"{100 * exam['value']:.1f}", _points(exam["difference"]),
         )  # fmt: skip
 
+    def of_mixture(found: dict[str, Any]) -> tuple[Any, ...]:
+        name, when, *rest = row(found)
+        return f"{name}, of a mixture" if found["recipe"] == "float" else name, when, *rest
+
     head = "recipe |when to pick it |bits a weight|file, MB|perplexity|exam, %|difference, points [95 %]"
-    return _markdown(head, (row(found) for found in result["recipes"]))
+    rows = [*map(row, result["recipes"]), *map(of_mixture, result.get("mixtures", {"recipes": []})["recipes"])]
+    return _markdown(head, iter(rows))
 
 
 def rounders_table(results: list[dict[str, Any]]) -> str:
@@ -433,6 +438,26 @@ def ecosystem_table(results: list[dict[str, Any]]) -> str:
 _SUMMED_UP = ("int8", "int4", "int4_sym", "int3", "fp8", "fp6", "nf4", "mxfp8", "mxfp4", "nvfp4")
 
 
+def mixture_table(results: list[dict[str, Any]]) -> str:
+    """Rounders, and what each leaves of the toy mixture of experts."""
+    return rounders_table(results)
+
+
+def experts_cpu_table(results: list[dict[str, Any]]) -> str:
+    """One token through a layer of experts on a CPU: time, against the quickest way in bf16, and the share of the read limit."""
+    (result,) = results
+    quickest = min(row["us"] for row in result["rows"] if row["weights"] == "bf16")
+
+    def row(found: dict[str, Any]) -> tuple[Any, ...]:
+        return (
+            f"`{found['weights']}`", f"`{found['implementation']}`", f"{found['bytes'] / 1e6:.1f}", f"{found['us'] / 1e3:.2f}",
+            f"{quickest / found['us']:.2f}", f"{found['read_us'] / found['us']:.2f}",
+        )  # fmt: skip
+
+    head = "weights |implementation |chosen experts, MB|ms a token|times bf16's quickest|of the read limit"
+    return _markdown(head, map(row, result["rows"]))
+
+
 def few_rows_table(results: list[dict[str, Any]]) -> str:
     """How many rows of inputs rounders have to see before they err less than rounding to nearest."""
     (result,) = results
@@ -453,6 +478,8 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "choosing": choosing_table,
     "rounders": rounders_table,
     "few_rows": few_rows_table,
+    "mixture": mixture_table,
+    "experts_cpu": experts_cpu_table,
     "accuracy_recovery": accuracy_recovery_table,
     "mixed": mixed_table,
     "quality": quality_table,

@@ -108,6 +108,9 @@ def evaluate(
         write_folder(found, out)
     for failure in speeds["failures"] if speeds else ():
         note(" ".join(f"{key}={value}" for key, value in failure.items()))
+    for outcome in outcomes:
+        for remark in outcome.notes:
+            note(f"{outcome.recipe}: {remark}")
     if cut := max(outcome.shortened for outcome in outcomes):
         note(f"{cut} prompts were cut at their beginning to fit the model's context: fewer --shots spare them that")
     print_json(found) if json else print_table(demo.table(outcomes, source))

@@ -11,7 +11,9 @@ import torch
 import transformers
 
 import lowbit
-from lowbit import QTensor
+from evals.evaluation import _bits_as_loaded, _name, _quantized_bits
+from lowbit import QTensor, quantize_
+from lowbit.command import run
 from tests.lowbit.test_command import parsed
 from tests.lowbit.test_experts import MODELS, build, experts_of
 from tests.support.models import exam_and_text, word_model
@@ -67,3 +69,31 @@ def test_commands(name: str, words: Path, tmp_path: Path, capsys: pytest.Capture
     )  # fmt: skip
     assert len(outcome["outcomes"]) == 3
     assert json.dumps(outcome)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_evaluations_count_all_experts(name: str) -> None:
+    """The bits of a weight are those of all matrices, whether the recipe is carried out or the model comes quantized."""
+    recipe = {"*experts*": "int4", "*": "int8"}
+    model = build(name)
+    assert (_name(model), _bits_as_loaded(model)) == ("float", 32.0)
+    found = _quantized_bits(quantize_(model, recipe))
+    layers = [p for p in model.parameters() if isinstance(p, QTensor)]
+    want = sum(p.bits_per_weight * p.numel() for p in layers) / sum(p.numel() for p in layers)
+    assert found == pytest.approx(want, rel=1e-12)
+    assert (_name(model), _bits_as_loaded(model)) == ("as loaded", pytest.approx(want, rel=1e-12))
+
+
+def test_a_recipe_whose_rules_match_nothing_says_so(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model without experts, in every command that takes recipes."""
+    said = "matches nothing in this model"
+    assert run(["plan", str(words), "-r", "mixture_of_experts"]) == 0
+    assert said in capsys.readouterr().out
+    assert run(["quantize", str(words), "-r", "mixture_of_experts", "-o", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    arguments = ["eval", str(words), "-r", "mixture_of_experts", "--text", str(words / "text.txt"), "--tasks", "perplexity"]
+    assert run([*arguments, "--context", "32", "--chunks", "1"]) == 0
+    assert said in capsys.readouterr().err
+    found = parsed(capsys, *arguments, "--context", "32", "--chunks", "1")
+    assert said in found["outcomes"][1]["notes"][0]

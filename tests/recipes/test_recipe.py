@@ -137,7 +137,18 @@ def test_every_recipe_is_measured_and_has_its_line(toy, tmp_path):
     assert len(lines) == 2 + len(rows)
     assert all(recipes.when(row["recipe"]) in "".join(lines) for row in rows[1:])
     kept = json.loads((tables.RESULTS / "recipes.json").read_text())
-    assert sorted(row["recipe"] for row in kept["recipes"]) == sorted(["float", *recipes.names()])
+    measured = [row["recipe"] for row in kept["recipes"]]
+    assert sorted([*measured, *recipes.MIXTURES]) == sorted(["float", *recipes.names()])
+    assert [row["recipe"] for row in kept["mixtures"]["recipes"]] == ["float", *recipes.MIXTURES]
+    assert 4 < kept["mixtures"]["recipes"][1]["bits_per_weight"] < 5  # most weights are experts
+
+
+@pytest.mark.parametrize("recipe", recipes.MIXTURES)
+def test_a_recipe_for_mixtures_is_measured_on_no_dense_model(recipe, toy):
+    with pytest.raises(ValueError, match=r"cannot be measured on .* matches nothing in this model"):
+        recipes.measure([recipe], Material.read(limit=1, chunks=1, context=64), rows=2)
+    with pytest.raises(SystemExit, match="give --mixture"):
+        recipes.main(["--recipes", recipe])
 
 
 def test_every_rounder_is_measured_and_has_its_line(toy):
