@@ -55,8 +55,8 @@ def measure(
     """The model of ``folder``, the bundled toy model by default, as it is and by each of ``recipes``: a row each, from many bits
     a weight to few.
 
-    Recipes that look at data see ``rows`` rows of :func:`~lowbit.evals.rounders.calibration`. Raises ``ValueError`` for a recipe of
-    which a rule quantizes nothing in this model.
+    Recipes that look at data see ``rows`` rows of :func:`~lowbit.evals.rounders.calibration`. Raises ``ValueError`` for a recipe
+    of which a rule quantizes nothing in this model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
