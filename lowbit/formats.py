@@ -221,7 +221,15 @@ def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 
 def Int(name: str, bits: int, signed: bool) -> Format:  # noqa: N802 - families read as types
-    """Two's complement (signed) or plain (unsigned) integers of 1 to 8 bits; one signed bit is {-1, +1}."""
+    """Integers of 1 to 8 bits.
+
+    Args:
+        name: of the format, in schemes and files.
+        bits: 1 to 8.
+        signed: two's complement, of which one bit is {-1, +1}; else plain integers from 0 on.
+
+    Raises ``ValueError`` for other bits.
+    """
     if not 1 <= bits <= 8:
         raise ValueError(f"bits must be 1..8, got {bits}")
     if signed and bits == 1:
@@ -231,7 +239,7 @@ def Int(name: str, bits: int, signed: bool) -> Format:  # noqa: N802 - families 
 
 
 def Float(name: str, exponent: int, mantissa: int, specials: str = "none", bias: int | None = None) -> Format:  # noqa: N802
-    """Sign, ``exponent`` and ``mantissa`` bits with subnormals; at most 8 bits in all.
+    """Sign, ``exponent`` and ``mantissa`` bits with subnormals; at most 8 bits in all. ``name``: in schemes and files.
 
     ``specials``: ``"none"`` (every code is finite: OCP MX fp4 and fp6), ``"ieee"`` (the top exponent means infinity
     and NaN), ``"fn"`` (only the code of all ones is NaN: OCP fp8 e4m3), ``"fnuz"`` (the code of -0 is the only NaN and
@@ -263,7 +271,13 @@ def Float(name: str, exponent: int, mantissa: int, specials: str = "none", bias:
 
 
 def Table(name: str, values: Iterable[float], unused: Iterable[int] = ()) -> Format:  # noqa: N802
-    """A format given by its numbers in the order of their codes."""
+    """A format given by its numbers.
+
+    Args:
+        name: of the format, in schemes and files.
+        values: the number of each code, in the order of the codes: 2, 4, ..., 256 of them.
+        unused: codes that rounding never gives.
+    """
     return Format(name, tuple(float(v) for v in values), frozenset(unused))
 
 

@@ -26,22 +26,40 @@ def gptq(recipe: RecipeLike, **options: Any) -> LayerConfig | Recipe:
 
 
 def hqq(recipe: RecipeLike, **options: Any) -> LayerConfig | Recipe:
-    """``recipe`` rounded by half-quadratic quantization (Badri and Shaji 2023), which looks at no data; arguments as those of
-    :func:`gptq`."""
+    """``recipe`` rounded by half-quadratic quantization (Badri and Shaji 2023), which looks at no data.
+
+    Args:
+        recipe: as that of :func:`gptq`.
+        options: ``p``, ``beta`` and ``steps``, as :func:`lowbit.algorithms.hqq.hqq` takes them.
+
+    Raises ``ValueError`` for an option that it does not have.
+    """
     return _rounded_by("hqq", recipe, options)
 
 
 def clip(recipe: RecipeLike, **options: Any) -> LayerConfig | Recipe:
     """``recipe`` rounded to nearest within ranges that are searched for the least squared error, that of the outputs where
-    there is calibration data; arguments as those of :func:`gptq`."""
+    there is calibration data.
+
+    Args:
+        recipe: as that of :func:`gptq`.
+        options: ``passes``, how often groups are gone over.
+
+    Raises ``ValueError`` for an option that it does not have.
+    """
     return _rounded_by("clip", recipe, options)
 
 
 def rotation(recipe: RecipeLike, **options: Any) -> Recipe:
     """``recipe`` behind a rotation of the residual stream (QuaRot: Ashkboos et al. 2024): an orthogonal matrix is folded into the
-    weights that spreads every channel over all of them; arguments as those of :func:`awq`. It needs no data.
+    weights that spreads every channel over all of them. It needs no data.
 
-    ``online=True`` also turns what down projections read, as the model runs; ``seed`` draws the signs of the matrix.
+    Args:
+        recipe: as that of :func:`awq`.
+        options: ``online=True`` also rotates what down projections read, as the model runs; ``seed`` draws the signs of the
+            matrix.
+
+    Raises ``ValueError`` for an option that it does not have.
     """
     return _rewritten_by("rotation", recipe, options)
 
@@ -61,8 +79,14 @@ def awq(recipe: RecipeLike, **options: Any) -> Recipe:
 
 def smoothquant(recipe: RecipeLike, **options: Any) -> Recipe:
     """``recipe`` behind SmoothQuant (Xiao et al. 2022): what layers read is divided, and their weights are multiplied, so that
-    few large channels do not cost the others their precision when inputs are rounded; ``alpha`` says how much the weights take,
-    and ``alpha="auto"`` searches it for each input. Arguments as those of :func:`awq`."""
+    few large channels do not cost the others their precision when inputs are rounded.
+
+    Args:
+        recipe: as that of :func:`awq`.
+        options: ``alpha`` says how much the weights take, 0 to 1, and ``alpha="auto"`` searches it for each input.
+
+    Raises ``ValueError`` for an option that it does not have.
+    """
     return _rewritten_by("smoothquant", recipe, options)
 
 

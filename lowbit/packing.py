@@ -43,7 +43,7 @@ def plane_bytes(bits: int, n: int) -> tuple[int, ...]:
 
 
 def packed_size(bits: int, n: int) -> int:
-    """Bytes of a packed row of ``n`` codes."""
+    """Bytes of a packed row of ``n`` codes of ``bits`` bits, 1 to 8."""
     return sum(plane_bytes(bits, n))
 
 
@@ -129,27 +129,27 @@ def _unpack_plane(plane: Tensor, width: int, n: int) -> Tensor:
 
 
 def packed_add(a: Tensor, b: Tensor, bits: int) -> Tensor:
-    """Packed codes of ``(x + y) mod 2**bits`` from packed ``x`` and ``y``, without unpacking; shapes broadcast."""
+    """Packed codes of ``(x + y) mod 2**bits``, for ``a`` and ``b`` that are x and y packed: uint8 [..., bytes] that broadcast."""
     return _chain(a, b, bits, _add_plane)
 
 
 def packed_sub(a: Tensor, b: Tensor, bits: int) -> Tensor:
-    """Packed codes of ``(x - y) mod 2**bits`` from packed ``x`` and ``y``, without unpacking; shapes broadcast."""
+    """Packed codes of ``(x - y) mod 2**bits``, for ``a`` and ``b`` that are x and y packed: uint8 [..., bytes] that broadcast."""
     return _chain(a, b, bits, _sub_plane)
 
 
 def packed_and(a: Tensor, b: Tensor) -> Tensor:
-    """Packed codes of the bitwise and; the same for every width."""
+    """Packed codes of the bitwise and of packed ``a`` and ``b`` (uint8 [..., bytes]); the same for every width."""
     return a & b
 
 
 def packed_or(a: Tensor, b: Tensor) -> Tensor:
-    """Packed codes of the bitwise or; the same for every width."""
+    """Packed codes of the bitwise or of packed ``a`` and ``b`` (uint8 [..., bytes]); the same for every width."""
     return a | b
 
 
 def packed_xor(a: Tensor, b: Tensor) -> Tensor:
-    """Packed codes of the bitwise exclusive or; the same for every width."""
+    """Packed codes of the bitwise exclusive or of packed ``a`` and ``b`` (uint8 [..., bytes]); the same for every width."""
     return a ^ b
 
 

@@ -295,8 +295,16 @@ class Explanation:
 def explain(
     layer: QLinear | QEmbedding | QTensor, m: int = 1, dtype: torch.dtype | None = None, epilogue: str = "none"
 ) -> Explanation:
-    """Which kernel runs a quantized layer (or weight) for ``m`` rows of x, or ``m`` indices, and why each other does not.
-    ``epilogue``: the function that a product is asked to end in."""
+    """Which kernel runs a quantized layer (or weight), and why each other does not.
+
+    Args:
+        layer: a layer of a quantized model, or its weight [N, K].
+        m: rows of x, or indices of an embedding.
+        dtype: of x; by default that which the weight stands for.
+        epilogue: the function that a product is asked to end in.
+
+    Raises ``TypeError`` for anything else than a layer or weight, ``ValueError`` for an ``m``, dtype or epilogue that cannot be.
+    """
     if not isinstance(layer, QLinear | QEmbedding | QTensor):
         got = type(layer).__name__
         remedy = "quantize_ the model first, then give one of its layers" if isinstance(layer, nn.Module) else "give a layer"

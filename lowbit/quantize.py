@@ -106,9 +106,9 @@ def rewrite_(
 ) -> Plan:
     """Carry out the rewrites of a recipe alone: ``model`` stays a float model that gives the same, and is easier to quantize.
 
-    Arguments and errors as those of :func:`quantize_`; what the layers would become says how they are rewritten. Returns the plan
-    that was carried out, in which ``layer.rewrites`` say what was done to each. Raises ``ValueError`` for a recipe without
-    rewrites.
+    ``recipe``, ``calibration``, ``filter_fn``, ``device`` and ``progress`` are as those of :func:`quantize_`, and so are the
+    errors; what the layers would become says how they are rewritten. Returns the plan that was carried out, in which
+    ``layer.rewrites`` say what was done to each. Raises ``ValueError`` for a recipe without rewrites.
     """
     recipe = Recipe.of(recipe)
     if not recipe.rewrites:

@@ -73,6 +73,7 @@ def quantize_folder(
         resume: a folder for what is finished. A job that was killed, called again with the same arguments, goes on from there
             and ends in the same bytes; the folder is removed at the end. By default one beside ``output``, which is removed
             in any case.
+        max_shard_bytes: of one file of ``output``; larger models are written as several with an index.
 
     Processes of one ``torch.distributed`` group, on a file system that they share, split the batches and the layers between
     them; the first writes.
