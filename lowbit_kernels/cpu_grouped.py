@@ -37,7 +37,7 @@ def expert_by_expert(run: SchemeBound) -> SchemeBound:
         ) -> Tensor:
             y = x.new_zeros(*x.shape[:-1], packed.shape[-2])
             if bias is not None:
-                y += bias.view(len(bias), *[1] * (x.dim() - 2), -1)
+                y += bias.view(len(bias), *[1] * (x.dim() - 2), bias.shape[-1])
             chosen = x.any(-1)
             for e in chosen.flatten(1).any(-1).nonzero()[:, 0].tolist():
                 parts = (None if part is None else part[e] for part in (zero, outer, bias))

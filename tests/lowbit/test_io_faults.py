@@ -249,9 +249,9 @@ def piped(shell: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("line", "code", "stderr"),
     [
-        ("LOWBIT formats | true", 1, ""),
-        ("LOWBIT formats > /dev/full", 1, "lowbit: error: the output cannot be written: No space left on device\n"),
-        ("LOWBIT formats <&- >&- 2>&-", 0, ""),
+        ("LOWBIT list formats | true", 1, ""),
+        ("LOWBIT list formats > /dev/full", 1, "lowbit: error: the output cannot be written: No space left on device\n"),
+        ("LOWBIT list formats <&- >&- 2>&-", 0, ""),
         ("LOWBIT nonsense 2> /dev/full", 2, ""),
     ],
 )

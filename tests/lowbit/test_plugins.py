@@ -82,7 +82,7 @@ def test_the_command_line_takes_it(installed: dict[str, str], tmp_path: Path) ->
     done = python(installed, "-m", "lowbit", "quantize", source, "-r", "dithered(tiny_float)", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "fp5_e1m3:g32:bf16" in python(installed, "-m", "lowbit", "inspect", tmp_path / "out").stdout
-    assert "tiny_float" in python(installed, "-m", "lowbit", "formats").stdout
+    assert "tiny_float" in python(installed, "-m", "lowbit", "list", "schemes").stdout
 
 
 def test_a_broken_package_is_named(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_broken_package_is_named(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nbad = no_such_module:register\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PLUGIN.parent.parent)])}
-    done = python(environment, "-m", "lowbit", "formats")
+    done = python(environment, "-m", "lowbit", "list", "schemes")
     assert done.returncode == 1
     assert "the plug-in bad of broken 1.2 (no_such_module:register) cannot be loaded" in done.stderr
     assert "update or uninstall that package" in done.stderr

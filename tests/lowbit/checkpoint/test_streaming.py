@@ -278,8 +278,8 @@ def test_little_memory_takes_several_runs_and_gives_the_same_bytes(name, recipe,
     runs: list[int] = []
     collected = Calibrator._collected
 
-    def counted(self: Calibrator, *arguments: Any) -> Any:
-        found = collected(self, *arguments)
+    def counted(self: Calibrator, *arguments: Any, **options: Any) -> Any:
+        found = collected(self, *arguments, **options)
         runs.append(sum(found.has_data(name) for name in found._modules))
         return found
 
