@@ -79,6 +79,23 @@ def test_values_of_integers(name):
     assert FORMATS[name].step == 1
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("fp") and not name.endswith("uz")])
+def test_a_float_holds_the_numbers_that_its_name_says(name):
+    """By the oracle, which computes them from exponent and mantissa, and knows standards' largest numbers by heart."""
+    fmt = FORMATS[name]
+    finite = np.array([code for code, value in enumerate(fmt.values) if math.isfinite(value)])
+    numbers, codes = oracle.element(name, np.array(fmt.values)[finite])
+    np.testing.assert_array_equal(numbers, np.array(fmt.values)[finite])
+    np.testing.assert_array_equal(codes, finite)
+    assert fmt.max == oracle.largest(name)
+
+
+def test_what_the_oracle_reads_off_a_name_is_what_standards_print():
+    assert {name: oracle.float_spec(name) for name in oracle.FLOATS} == oracle.FLOATS
+    with pytest.raises(ValueError, match=r"'fp8_e4m3fnuz' says nothing of its numbers: .*oracle\.py have to"):
+        oracle.element("fp8_e4m3fnuz", np.zeros(1))
+
+
 def test_nf4_is_the_quantiles_of_a_normal_distribution():
     np.testing.assert_allclose(FORMATS["nf4"].values, oracle.nf4_levels(), rtol=0, atol=2.0**-22)  # computed in float32
 

@@ -343,15 +343,29 @@ def test_no_rows(device: str, scheme: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("run", [param for param in runs("linear") if param.values[0].row.layout in (None, "canonical")])
 def test_strided_weight(run: Run) -> None:
-    """A slice of rows, and a slice along K at a group's start, are views in the canonical layout (in no other)."""
-    size = next(size for size in (32, 128) if run.row.groups is None or run.row.groups(size) is None)
-    scheme = Scheme.parse(f"{'int4' if run.takes('int4') else 'int8'}:g{size}:fp32")
-    packed, scale, _, _ = make_weight(scheme, 12, 6 * size).parts
-    parts = (packed[1::2, packed.shape[1] // 3 :], scale[1::2, 2:], None, None)
-    values = to_values(unpack(parts[0].contiguous(), scheme.bits, 4 * size), scheme, Scales(parts[1]), torch.float64)
-    low, high = run.row.m
-    dtype = next(dtype for dtype in (torch.float16, torch.bfloat16) if run.row.dtypes is None or dtype in run.row.dtypes)
-    x = make_x(max(low, 1) if high is None else high, 4 * size, dtype, "plain")
+    """A slice of rows, and one along K at a group's start, are views in the canonical layout (in no other): along K where groups
+    divide a row and the codes lie in one plane."""
+    row = run.row
+
+    def first(found: tuple[str, str]) -> tuple[bool, bool, bool]:
+        """Those that are sliced along K come first."""
+        return found[1] != "none", FORMATS[found[0]].bits not in (1, 2, 4, 8), found[0] not in ("int4", "int8")
+
+    size = next((size for size in (32, 128) if size in groups(row)), groups(row)[0])
+    scheme = scheme_of(min(weights(row), key=first), size, "fp32" if "fp32" in scales(row) else scales(row)[0])
+    unit = 32 if size == -1 else size
+    weight = make_weight(scheme, 12, 6 * unit)
+    skipped = 2 if size != -1 and scheme.bits in (1, 2, 4, 8) else 0
+    packed, scale, zero, outer = weight.parts
+    parts = (
+        packed[1::2, packed.shape[1] * skipped // 6 :],
+        scale[1::2, skipped:],
+        None if zero is None else zero[1::2, skipped:],
+        outer,
+    )
+    values = weight.values[1::2, skipped * unit :]
+    dtype = next(dtype for dtype in DTYPES if row.dtypes is None or dtype in row.dtypes)
+    x = make_x(max(row.m[0], 1) if row.m[1] is None else row.m[1], values.shape[-1], dtype, "plain")
     assert_product(run, run.do("row", scheme, x, *parts, None), x, values, None)
 
 

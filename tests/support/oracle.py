@@ -7,6 +7,7 @@ dtype of the weight: float32 to be compared bit for bit, float64 to be compared 
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import ml_dtypes
@@ -39,6 +40,22 @@ FLOATS = {
     "fp8_e4m3fn": FloatSpec(4, 3, 7, 448.0),
     "fp8_e5m2": FloatSpec(5, 2, 15, 57344.0),
 }
+
+
+def float_spec(name: str) -> FloatSpec:
+    """What the name of a float says: ``fp7_e3m3`` has no infinity and no NaN, as OCP's of 4 and 6 bits; with 8 bits the top
+    exponent means them, and behind ``fn`` the code of all ones is the only NaN."""
+    found = re.fullmatch(r"fp(\d)_e(\d)m(\d)(fn)?", name)
+    if found is None:
+        raise _unknown(name)
+    bits, exponent, mantissa = (int(part) for part in found.groups()[:3])
+    bias, whole = 2 ** (exponent - 1) - 1, 2 ** (mantissa + 1)
+    top, largest = 2**exponent - 1, whole - 1
+    if found[4]:
+        largest = whole - 2
+    elif bits == 8:
+        top -= 1
+    return FloatSpec(exponent, mantissa, bias, float(np.ldexp(largest, top - bias - mantissa)))
 
 
 def nf4_levels() -> np.ndarray:
@@ -78,8 +95,8 @@ def round_levels(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def element(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers and codes of format ``name`` nearest to ``x``."""
-    if name in FLOATS:
-        return round_float(x, FLOATS[name])
+    if name.startswith("fp"):
+        return round_float(x, FLOATS.get(name) or float_spec(name))
     if name == "mxint8":
         return round_integer(x, -127, 127, 8, 1 / 64)
     if name == "ternary":
@@ -87,22 +104,36 @@ def element(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return value, np.where(value == 0, 0, np.where(value > 0, 1, 3))
     if name == "nf4":
         return round_levels(x, nf4_levels())
-    if name == "int1":
-        return round_levels(x, np.array([-1.0, 1.0]))
-    signed, bits = name.startswith("int"), int(name.removeprefix("u").removeprefix("int"))
+    if name == "int1":  # by its sign: distances to -1 and 1 would round to a tie near zero
+        return np.where(x > 0, 1, -1).astype(x.dtype), (x > 0).astype(np.int64)
+    signed, bits = name.startswith("int"), integer_bits(name)
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
     return round_integer(x, low, high, bits)
 
 
 def largest(name: str) -> float:
     """The largest m such that -m and m are both numbers of the format; of an unsigned one its largest."""
-    if name in FLOATS:
-        return FLOATS[name].largest
+    if name.startswith("fp"):
+        return (FLOATS.get(name) or float_spec(name)).largest
     special = {"mxint8": 127 / 64, "ternary": 1.0, "nf4": 1.0, "int1": 1.0}
     if name in special:
         return special[name]
-    bits = int(name.removeprefix("u").removeprefix("int"))
+    bits = integer_bits(name)
     return float((1 << bits) - 1 if name.startswith("u") else (1 << (bits - 1)) - 1)
+
+
+def integer_bits(name: str) -> int:
+    """The bits of ``int4`` and ``uint4``."""
+    found = re.fullmatch(r"u?int([1-8])", name)
+    if found is None:
+        raise _unknown(name)
+    return int(found[1])
+
+
+def _unknown(name: str) -> ValueError:
+    return ValueError(
+        f"the name {name!r} says nothing of its numbers: `element` and `largest` of tests/support/oracle.py have to"
+    )
 
 
 # ---- schemes -------------------------------------------------------------------------------------------------------
