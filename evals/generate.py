@@ -1,4 +1,4 @@
-"""Tokens per second of whole models: each recipe beside the float model, in one run, at batch 1.
+"""Tokens per second of whole models: each recipe beside the float model, in one run, for one sequence or a batch of them.
 
 Weights are read once a token, so what a token takes is at least its weights over the bandwidth of the memory; each figure
 says how much of that it reaches. On a GPU the step that decodes a token is one CUDA graph, over a key-value cache of fixed
@@ -40,6 +40,7 @@ def measure(
     prompt: int = 2048,
     context: int = 128,
     steps: int = 32,
+    batch: int = 1,
     head: str | None = "int8",
     compiled: bool = True,
     fused: bool = True,
@@ -55,7 +56,9 @@ def measure(
         recipes: their names; the float model comes first.
         prompt: tokens that are read in one call, which tells the speed of reading.
         context: tokens behind which others are written; the cache holds those and no more than are written.
-        steps: tokens that are written, ``repeats`` times.
+        steps: tokens that are written to each sequence, ``repeats`` times.
+        batch: sequences that are written to at once: ``tokens_per_second`` is of all, ``ms_per_token`` the time of a step, which
+            writes one to each. The bandwidth counts weights, not caches. The prompt is read for one sequence alone.
         head: the scheme of the head, or None to leave it to the recipe.
         compiled: on a GPU, the blocks of the stack go through ``torch.compile`` before decoding, whether quantized or not.
         plain: tokens are written by ``model.generate`` as transformers has it, and what they take holds the reading of the
@@ -66,7 +69,7 @@ def measure(
     where = torch.device(device)
     limit = ReadLimits(where, 5)(_READ)
     out: dict[str, Any] = {
-        "model": model, "device": device_name(where), "prompt": prompt, "context": context, "steps": steps,
+        "model": model, "device": device_name(where), "prompt": prompt, "context": context, "steps": steps, "batch": batch,
         "head": head or "as the recipe says",
         "compiled": compiled and where.type == "cuda" and not plain, "fused": fused, "plain": plain,
         "bytes_per_second": _READ / min(limit.us, limit.no_pdl_us) * 1e6,
@@ -85,7 +88,9 @@ def measure(
                     fuse_(made, torch.zeros(1, 1, dtype=torch.long, device=where), use_cache=False)
             quantizing = time.perf_counter() - quantizing
             row = {"recipe": name, "quantize_seconds": quantizing}
-            row |= _figures(made, where, (prompt, context, steps), out["compiled"], plain, repeats, out["bytes_per_second"])
+            row |= _figures(
+                made, where, (prompt, context, steps, batch), out["compiled"], plain, repeats, out["bytes_per_second"]
+            )
             out["rows"].append(row)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             out["failures"].append({"recipe": name, "error": " ".join(str(error).split())[:300]})
@@ -138,13 +143,13 @@ def weight_bytes(model: nn.Module) -> int:
 def _figures(
     model: Any,
     device: torch.device,
-    lengths: tuple[int, int, int],
+    lengths: tuple[int, int, int, int],
     compiled: bool,
     plain: bool,
     repeats: int,
     bandwidth: float,
 ) -> dict[str, Any]:
-    prompt, context, steps = lengths
+    prompt, context, steps, batch = lengths
     read, cuda = weight_bytes(model), device.type == "cuda"
     memory: dict[str, Any] = {}
     with torch.no_grad():  # in inference mode eager layers could not be fused
@@ -157,19 +162,19 @@ def _figures(
             memory |= {"prefill_peak_bytes": torch.cuda.max_memory_allocated(), "cache_bytes": reader.cache_bytes}
         del reader
         if plain:
-            seconds = _generated(model, device, context, steps, repeats)
+            seconds = _generated(model, device, context, steps, batch, repeats)
         else:
-            seconds = _written(model, device, context, steps, compiled, repeats)
+            seconds = _written(model, device, context, steps, batch, compiled, repeats)
     return {
-        "tokens_per_second": 1 / seconds, "ms_per_token": 1e3 * seconds,
+        "tokens_per_second": batch / seconds, "ms_per_token": 1e3 * seconds,
         "prefill_ms": 1e3 * prefill, "prefill_tokens_per_second": prompt / prefill,
         "weight_bytes": read, "bandwidth_utilisation": read / seconds / bandwidth, **memory,
     }  # fmt: skip
 
 
-def _written(model: Any, device: torch.device, context: int, steps: int, compiled: bool, repeats: int) -> float:
-    """Seconds a token, behind ``context`` others."""
-    writer = _Writer(model, device, context + (repeats + 1) * steps + _WARM)
+def _written(model: Any, device: torch.device, context: int, steps: int, batch: int, compiled: bool, repeats: int) -> float:
+    """Seconds a step, which writes a token to each of ``batch`` sequences, behind ``context`` others."""
+    writer = _Writer(model, device, context + (repeats + 1) * steps + _WARM, batch)
     writer.prefill(context)
     blocks = _blocks(model)
     # A block's number is a constant in what is compiled of it, so that each is compiled anew.
@@ -181,9 +186,9 @@ def _written(model: Any, device: torch.device, context: int, steps: int, compile
     return statistics.median(step(steps) / steps for _ in range(repeats))
 
 
-def _generated(model: Any, device: torch.device, context: int, steps: int, repeats: int) -> float:
-    """Seconds a token of ``model.generate``, from ``context`` tokens on to the last of ``steps``."""
-    ids = torch.randint(0, model.config.vocab_size, (1, context), device=device)
+def _generated(model: Any, device: torch.device, context: int, steps: int, batch: int, repeats: int) -> float:
+    """Seconds a step of ``model.generate``, from ``context`` tokens on to the last of ``steps``."""
+    ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
     options = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
 
     def run() -> float:
@@ -209,14 +214,15 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class _Writer:
-    """Greedy decoding over a cache of fixed size; ``step(n)`` writes n tokens and gives the seconds that took."""
+    """Greedy decoding of ``batch`` sequences over a cache of fixed size; ``step(n)`` writes n tokens to each and gives the
+    seconds that took."""
 
-    def __init__(self, model: Any, device: torch.device, length: int) -> None:
+    def __init__(self, model: Any, device: torch.device, length: int, batch: int = 1) -> None:
         from transformers import StaticCache
 
         self._model, self._device = model, device
         self._cache: Any = StaticCache(config=model.config, max_cache_len=length)
-        self._token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self._token = torch.zeros(batch, 1, dtype=torch.long, device=device)
 
     @property
     def cache_bytes(self) -> int:
@@ -224,7 +230,7 @@ class _Writer:
 
     def prefill(self, tokens: int) -> float:
         """Seconds to read as many random ``tokens`` into an empty cache and choose the first to be written."""
-        ids = torch.randint(0, self._model.config.vocab_size, (1, tokens), device=self._device)
+        ids = torch.randint(0, self._model.config.vocab_size, (len(self._token), tokens), device=self._device)
         self._cache.reset()
         _wait(self._device)
         start = time.perf_counter()
@@ -274,7 +280,7 @@ class _Writer:
 def table(figures: dict[str, Any]) -> Table:
     """What :func:`measure` returned, for a terminal."""
     compiled = ", blocks compiled" if figures["compiled"] else ", model.generate" if figures["plain"] else ""
-    where = f"{figures['model']} on {figures['device']}, batch 1"
+    where = f"{figures['model']} on {figures['device']}, batch {figures.get('batch', 1)}"
     title = f"{where}, behind {figures['context']} tokens, prompt of {figures['prompt']}, head {figures['head']}{compiled}"
     made = Table(title=title, title_justify="left")
     names = ("recipe", "tokens/s", "ms a token", "times float", "of the bandwidth", "prompt, ms", "times float", "weights, GB")

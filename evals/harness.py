@@ -38,6 +38,7 @@ class Score:
         n, value, stderr: questions, lm-eval's figure over them (0..1) and its standard error.
         subjects: ``{"n", "value"}`` of each task of a group, None for a single task.
         samples: ``{"id", "subject", "right", "picked"}`` of each question, always in the same order.
+        shots: solved examples before each question, of the first task of a group.
     """
 
     metric: str
@@ -46,6 +47,7 @@ class Score:
     stderr: float | None
     subjects: Mapping[str, Mapping[str, float]] | None
     samples: Sequence[Mapping[str, Any]] = field(repr=False)
+    shots: int | None = None
 
     @property
     def right(self) -> list[bool]:
@@ -207,7 +209,8 @@ def _score(results: Mapping[str, Any], suite: Suite, name: str) -> Score:
     alone = members == (name,)
     subjects = {str(suite.subject(name, task)): {"n": found[task]["sample_len"], "value": found[task][key]} for task in members}
     usable = isinstance(error, float) and math.isfinite(error)
-    return Score(metric, len(samples), found[name][key], error if usable else None, None if alone else subjects, samples)
+    shots = results["n-shot"][members[0]]
+    return Score(metric, len(samples), found[name][key], error if usable else None, None if alone else subjects, samples, shots)
 
 
 def _metric(found: Mapping[str, Any]) -> tuple[str, str]:

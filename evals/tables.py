@@ -72,7 +72,10 @@ def demo_table(results: list[dict[str, Any]]) -> str:
 
 def mmlu_table(results: list[dict[str, Any]]) -> str:
     """A pretrained model on questions of MMLU: accuracy and its paired difference from the float model's, beside text."""
-    (result,) = results
+    return "\n\n".join(map(_mmlu_block, results))
+
+
+def _mmlu_block(result: dict[str, Any]) -> str:
     settings = result["settings"]
 
     def row(outcome: dict[str, Any]) -> tuple[Any, ...]:
@@ -86,11 +89,12 @@ def mmlu_table(results: list[dict[str, Any]]) -> str:
             "" if kl is None else f"{100 * kl['agreement']:.1f}",
         )  # fmt: skip
 
-    questions = result["outcomes"][0]["tasks"]["mmlu"]["n"]
+    exam = result["outcomes"][0]["tasks"]["mmlu"]
+    calibration = f"; calibrated on {settings['calibration']}" if "calibration" in settings else ""
     title = (
-        f"{result['model']}, {questions:,} questions ({settings['questions_a_subject']} of each of {settings['subjects']} "
-        f"subjects, {settings['shots']} shots) on {result['gpus'][0]}, {result['date']}, commit {result['commit']}; "
-        f"float: {settings['float']}:"
+        f"{result['model']}, {exam['n']:,} questions ({settings['questions_a_subject']} of each of {settings['subjects']} "
+        f"subjects, {exam['shots']} shots) on {result['gpus'][0]}, {result['date']}, commit {result['commit']}; "
+        f"float: {settings['float']}{calibration}:"
     )
     head = "recipe |bits a weight|file, MB|MMLU, %|difference, points [95 %]|answers|perplexity|KL, nats|same token, %"
     return f"{title}\n\n{_markdown(head, map(row, result['outcomes']))}"
@@ -357,9 +361,11 @@ def _generate_block(result: dict[str, Any]) -> str:
             f"{r['bandwidth_utilisation']:.2f}", f"{r['prefill_ms']:.1f}", f"{r['prefill_times_float']:.2f}",
         )  # fmt: skip
 
+    sequences = f", {batch} sequences at once" if (batch := result.get("batch", 1)) > 1 else ""
     title = (
         f"{result['device']}, shapes of {result['model']} with random weights, head {result['head']}, behind {result['context']} "
-        f"tokens{', `model.generate`' if result.get('plain') else ''}, torch {result['versions']['torch']}, {result['date']}:"
+        f"tokens{', `model.generate`' if result.get('plain') else ''}{sequences}, torch {result['versions']['torch']}, "
+        f"{result['date']}:"
     )
     head = "recipe |weights, GB|tokens/s|times bf16|of the bandwidth|prompt of " + f"{result['prompt']}, ms|times bf16"
     return f"{title}\n\n{_markdown(head, map(row, result['rows']))}"
@@ -498,7 +504,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
 }
 
 
-SOURCES = {"speed": "gemv", "summary": "gemv", "choosing": "mmlu"}
+SOURCES = {"speed": "gemv", "summary": "gemv", "choosing": "mmlu_h100"}
 """Tables whose figures go by another name."""
 
 

@@ -120,6 +120,7 @@ def generate(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens that are read at once.")] = 2048,
     context: Annotated[int, typer.Option(min=1, help="Tokens behind which others are written.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Tokens that are written.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that are written to at once.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="How often each is done; figures are medians.")] = 3,
     compiled: Annotated[bool, typer.Option(help="On a GPU, compile the blocks, of the float model too.")] = True,
     plain: Annotated[bool, typer.Option("--plain", help="Write through model.generate, its reading counted with it.")] = False,
@@ -131,7 +132,7 @@ def generate(
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Tokens per second of a whole model, at batch 1: each recipe beside the float model and the memory's bandwidth."""
+    """Tokens per second of a whole model: each recipe beside the float model and the memory's bandwidth."""
     from lowbit.evals import generate as measuring
     from lowbit.evals.results import origin, write_result
     from lowbit.evals.shapes import SHAPES
@@ -147,8 +148,9 @@ def generate(
     with bar() as progress:
         done = iter(range(len(names) + 1))
         measured = measuring.measure(
-            model, names, device, prompt=prompt, context=context, steps=steps, repeats=repeats, compiled=compiled, fused=fused,
-            plain=plain, head=None if head == "recipe" else head, load=lambda source, where: load_model(source, str(where), kind),
+            model, names, device, prompt=prompt, context=context, steps=steps, batch=batch, repeats=repeats, compiled=compiled,
+            fused=fused, plain=plain, head=None if head == "recipe" else head,
+            load=lambda source, where: load_model(source, str(where), kind),
             progress=lambda what: progress(what, next(done), len(names) + 1),
             keep=None if out is None else lambda found: write_result(out, found),
         )  # fmt: skip

@@ -35,6 +35,7 @@ def test_answers_are_those_of_the_logits(folder: Path, loaded: tuple[nn.Module, 
     questions = read_exam(folder)
     examples = {q.subject: [q] for q in reversed(read_exam(folder, "dev"))}
     assert len(score.samples) == len(questions) == 27
+    assert score.shots == 1
     for sample, question in zip(score.samples, questions, strict=True):
         ids = torch.tensor([tokenizer(prompt(question, examples[question.subject]))["input_ids"]])
         with torch.no_grad():

@@ -303,12 +303,13 @@ def test_host_time_stands_beside_a_float_layer(capsys, monkeypatch, tmp_path):
     assert "as in 1,8" in capsys.readouterr().err
 
 
-@pytest.mark.sampled(count=1)
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_model_of_random_weights_writes(plain, capsys, tmp_path):
+@pytest.mark.sampled(count=2)
+@pytest.mark.parametrize(("plain", "batch"), [(False, 3), (True, 1), (False, 1), (True, 3)])
+def test_a_model_of_random_weights_writes(plain, batch, capsys, tmp_path):
     out = tmp_path / "speed.json"
     arguments = ["bench", "generate", "tiny", "--recipes", "int4,gptq(int4)", "--prompt", "8", "--context", "4", "--steps", "2"]
-    assert run([*arguments, "--repeats", "1", "--out", str(out), *(["--plain"] if plain else [])]) == 0
+    arguments += ["--batch", str(batch), "--repeats", "1", "--out", str(out), *(["--plain"] if plain else [])]
+    assert run(arguments) == 0
     reported = capsys.readouterr()
     assert "tokens/s" in reported.out
     assert ("model.generate" in " ".join(reported.out.split())) == plain
@@ -316,6 +317,8 @@ def test_a_model_of_random_weights_writes(plain, capsys, tmp_path):
     found = json.loads(out.read_text())
     by = {row["recipe"]: row for row in found["rows"]}
     assert set(by) == {"float", "int4"}
+    assert all(row["tokens_per_second"] == pytest.approx(1e3 * batch / row["ms_per_token"]) for row in by.values())
+    assert f"batch {batch}" in " ".join(reported.out.split())
     assert by["float"]["times_float"] == 1
     assert all(row["tokens_per_second"] > 0 and row["prefill_ms"] > 0 for row in by.values())
     shapes = SHAPES["tiny"]

@@ -32,7 +32,9 @@ def test_eval_writes_a_folder(
         task = outcome["tasks"]["mmlu"]
         assert {name: row["n"] for name, row in task["subjects"].items()} == {"anatomy": 4, "philosophy": 4, "words": 4}
         (theirs,) = (out / "lm-eval" / outcome["recipe"]).glob("results_*.json")
-        results = json.loads(theirs.read_text())["results"]
+        reported = json.loads(theirs.read_text())
+        results = reported["results"]
+        assert task["shots"] == reported["n-shot"]["mmlu_anatomy"] == 0  # MMLU's own number in lm-eval
         assert results["mmlu"]["acc,none"] == task["value"]
         assert results["mmlu_philosophy"]["acc,none"] == outcome["tasks"]["mmlu_philosophy"]["value"]
     assert found["outcomes"][2]["divergence"]["tokens"] > 0
