@@ -81,19 +81,6 @@ LOWBIT_INLINE void unpack(const uint8_t* row, int64_t n, int64_t first, int coun
   plane(std::integral_constant<int, 1>());
 }
 
-// Value of a code of Format (a struct of formats.h). Host only where the format needs its table.
-template <class Format>
-LOWBIT_INLINE float number(uint32_t code) {
-  if constexpr (Format::is_integer && Format::is_signed) {
-    constexpr uint32_t sign = 1u << (Format::bits - 1);
-    return static_cast<float>(static_cast<int32_t>(code ^ sign) - static_cast<int32_t>(sign));
-  } else if constexpr (Format::is_integer) {
-    return static_cast<float>(code);
-  } else {
-    return Format::values[code];
-  }
-}
-
 // IEEE half to float, exact for subnormals, infinities and NaN, without special instructions.
 LOWBIT_INLINE float half_to_float(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, magnitude = half & 0x7fffu;

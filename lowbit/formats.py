@@ -1,7 +1,7 @@
 """Number formats: which number each code of 1 to 8 bits stands for.
 
-A :class:`Format` is one table, ``values``. Range, rounding, encoding, decoding, the generated C++ header and the
-test cases all derive from it, so a new format is one line in ``FORMATS`` at the end of this file.
+A :class:`Format` is one table, ``values``. Range, rounding, encoding, decoding, what kernels are handed and
+the test cases all derive from it, so a new format is one line in ``_ALL`` at the end of this file.
 """
 
 from __future__ import annotations

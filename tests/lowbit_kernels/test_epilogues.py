@@ -21,6 +21,7 @@ from lowbit_kernels.registry import Kernel, kernels, strict
 from lowbit_kernels.triton import blocks
 from tests.support.accuracy import EPILOGUES as EXACT
 from tests.support.accuracy import linear_bound
+from tests.support.row_cases import schemes_of
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -34,19 +35,10 @@ def rows_of(op: str, names: str = "") -> list[Any]:
 
 
 def scheme_for(row: Kernel) -> Scheme:
-    """One that the row takes, and its dtype: the weight is 16 x 256."""
-    spellings = (
-        "uint4:g128:zint:bf16", "int8:row:bf16", "fp4_e2m1:g32:e8m0", "fp8_e4m3fn:row:bf16", "fp4_e2m1:g16:fp8_e4m3fn:outer",
-        "int8:g32:e8m0", "int4:g128:bf16", "int3:g128:bf16", "nf4:g128:bf16", "fp4_e2m1:g32:bf16",
-    )  # fmt: skip
-    for scheme_str in spellings:
-        scheme = Scheme.parse(scheme_str)
-        fits = row.zero_points is None or scheme.zero_point in row.zero_points
-        fits &= row.formats is None or scheme.format in row.formats
-        fits &= row.scales is None or scheme.scale + ("+outer" if scheme.outer else "") in row.scales
-        if fits and (row.groups is None or row.groups(scheme.group_size) is None):
-            return scheme
-    raise AssertionError(f"{row.name} takes none of these schemes: add one that it takes")
+    """One that the row takes, of integers under zero points where it takes them; the weight is 16 x 256."""
+    usual = [Scheme.parse(name) for name in ("uint4:g128:zint:bf16", "int8:row:bf16", "fp4_e2m1:g32:e8m0", "fp8_e4m3fn:row:bf16")]
+    taken = schemes_of(row)
+    return next((scheme for scheme in usual if scheme in taken), taken[0])
 
 
 def dtype_for(row: Kernel) -> torch.dtype:

@@ -22,11 +22,11 @@ from lowbit.scheme import PLAIN_SCALES, Scheme
 from lowbit_kernels.layouts import LAYOUTS, Parts
 from lowbit_kernels.registry import Call, Kernel, kernels, strict
 from tests.support.accuracy import linear_bound, weight_bound
+from tests.support.row_cases import groups, scales, scheme_of, weights
 
 MS = (1, 2, 7, 8, 9, 16, 17, 64, 65, 256)
 NS = (1, 8, 33)
 KS = (1, 16, 50, 200, 257)
-GROUPS = (-1, 16, 32, 48, 64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ACTIVATIONS = ("int8:row:fp32", "fp8_e4m3fn:row:fp32", "int8:g32:bf16", "fp8_e4m3fn:g32:e8m0", "uint8:row:zint:fp32")
 FORMS = ("plain", "batched", "strided", "transposed", "outlier", "denormal")
@@ -82,26 +82,6 @@ def ms(row: Kernel) -> tuple[int, ...]:
     return tuple(m for m in edges(row, 0, MS) if m >= max(low, 1) and (high is None or m <= high))
 
 
-def weights(row: Kernel) -> tuple[tuple[str, str], ...]:
-    """(format, zero point) of every weight that the row takes."""
-    pairs = []
-    for name in sorted(FORMATS if row.formats is None else row.formats):
-        unsigned = FORMATS[name].min == 0 and FORMATS[name].step == 1
-        for zero in ("int", "float") if unsigned else ("none",):
-            if (unsigned or FORMATS[name].signed) and (row.zero_points is None or zero in row.zero_points):
-                pairs.append((name, zero))
-    return tuple(pairs)
-
-
-def groups(row: Kernel) -> tuple[int, ...]:
-    return tuple(size for size in GROUPS if row.groups is None or row.groups(size) is None)
-
-
-def scales(row: Kernel) -> tuple[str, ...]:
-    known = (*PLAIN_SCALES, "e8m0", "fp8_e4m3fn", "fp8_e4m3fn+outer")
-    return tuple(name for name in known if row.scales is None or name in row.scales)
-
-
 def activations(row: Kernel) -> tuple[str, ...]:
     """What x may be rounded to for the row: a kernel on codes takes few."""
     if row.formats is None:
@@ -109,13 +89,6 @@ def activations(row: Kernel) -> tuple[str, ...]:
     scheme = Scheme(min(row.formats), scale="fp32")
     call = Call(row.op, "cuda", 90, row.layout or "canonical", scheme, torch.float16, 1, 16, 16)
     return tuple(a for a in ACTIVATIONS if row.predicate(replace(call, activation=Scheme.parse(a))) is None)
-
-
-def scheme_of(weight: tuple[str, str], group: int, scale: str) -> Scheme:
-    name, outer = scale.removesuffix("+outer"), scale.endswith("+outer")
-    if weight[1] == "float" and name not in PLAIN_SCALES:  # stored as the scale is
-        name, outer = "bf16", False
-    return Scheme(weight[0], group, weight[1], name, outer)
 
 
 class Run(NamedTuple):

@@ -345,7 +345,16 @@ def test_what_is_no_option_is_refused_with_those_there_are(careful):
 
 
 def test_every_method_is_a_rounder_or_a_rewrite():
-    assert sorted(methods.__all__) == sorted({*ROUNDERS, *REWRITES} - {"rtn"})
+    assert set(methods.__all__) <= {*ROUNDERS, *REWRITES}
+
+
+@pytest.mark.parametrize("name", ROUNDERS)
+def test_every_rounder_is_a_method_in_words(name):
+    """Whether or not ``lowbit.methods`` has a function for it."""
+    known = {option: value for option, value in ROUNDERS[name].options.items() if option != "scales"}
+    words = {option: str(value).lower() if isinstance(value, bool) else value for option, value in known.items()}
+    recipe = Recipe.parse(f"{name}({', '.join(['int3', *(f'{option}={value}' for option, value in words.items())])})")
+    assert recipe.rules[0].config == LayerConfig(SCHEMES["int3"], rounder=name, options=known)
 
 
 @pytest.mark.parametrize("name", [name for name in methods.__all__ if name in REWRITES])

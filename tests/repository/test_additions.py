@@ -15,6 +15,8 @@ PICKED_UP = {
     "lowbit/test_scales": "fp7",
     "lowbit/test_rounders": "clamped",
     "lowbit_kernels/test_kernels": "cpu_row_scaled_gemm",
+    "lowbit_kernels/test_epilogues": "cpu_row_scaled_gemm",
+    "recipes/test_recipe": "clamped",
     "evals/test_sqnr": "fp7",
 }
 

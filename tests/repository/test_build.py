@@ -40,11 +40,6 @@ def setup() -> ModuleType:
     return load_file("lowbit_setup", ROOT / "setup.py")
 
 
-def test_formats_header_is_what_the_generator_writes() -> None:
-    generate = load_file("lowbit_generate", ROOT / "csrc" / "generate.py")
-    assert generate.HEADER.read_text() == generate.header(), "run: python csrc/generate.py"
-
-
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on this machine")
 def test_a_compiler_brings_the_cpu_library() -> None:
     """A library that failed to build would make the tests of its rows skip: here that is a failure."""

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "../../decode.h"
-#include "../../formats.h"
 #include "../pack/split_int8_plan.h"
 #include "../isa/instruction_sets.h"
 #include "../decode/interleaved.h"

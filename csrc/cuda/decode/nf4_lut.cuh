@@ -1,13 +1,20 @@
 // Decoder of NF4 by a table in shared memory (see weight_decoders.cuh).
 #pragma once
 
-#include "../../formats.h"
 #include "../ptx/bulk_copy.cuh"
 #include "unpack_codes.cuh"
 #include "scalar_types.cuh"
 #include "../mma/f16x2_math.cuh"
 
 namespace lowbit::cuda {
+
+// The numbers of NF4 (lowbit/formats.py, which a test compares): a constant operand of each comparison below.
+constexpr float nf4_numbers[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+    0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
+};
 
 // NF4 as the sum of two 16-bit operands. With float16 values are multiplied by 1024, so that the second operand does not
 // underflow. With bfloat16, whose two operands have 16 bits together, they are multiplied by the factor in [1, 2) that brings all
@@ -89,7 +96,7 @@ struct Nf4Decoder {
  private:
   template <int first = 0>
   static __device__ __forceinline__ float number_of(int code) {
-    constexpr float number = formats::nf4::values[first];
+    constexpr float number = nf4_numbers[first];
     if constexpr (first < 15) return code == first ? number : number_of<first + 1>(code);
     return number;
   }
