@@ -61,6 +61,8 @@ CUDA_FLAGS = [
 
 # Folders of packages that live outside lowbit/.
 FOLDERS = {"lowbit.evals": "evals", "lowbit.recipes": "recipes"}
+# Models, texts and figures that the code runs without: the repository and the sdist have them, a wheel has not.
+NOT_IN_A_WHEEL = ("evals/results", "evals/toy/model", "evals/toy/data", "evals/toy/training.jsonl")
 
 
 # ---- packages ------------------------------------------------------------------------------------------------------
@@ -86,7 +88,8 @@ def package_dirs() -> dict[str, str]:
 
 
 def package_data() -> dict[str, list[str]]:
-    """Every file of a package that is no code: models, texts, tables, recipes."""
+    """Every file of a package that is no code, of those that a wheel holds: tables, templates, recipes."""
+    left_out = [ROOT / path for path in NOT_IN_A_WHEEL]
     known = packages()
     data = {}
     for name in known:
@@ -99,6 +102,7 @@ def package_data() -> dict[str, list[str]]:
             and path.suffix not in (".py", ".pyc", ".so")
             and not any(part.startswith((".", "__pycache__")) for part in path.relative_to(folder).parts)
             and not any(other in path.parents for other in inner)
+            and not any(path == other or other in path.parents for other in left_out)
         ]
         if files:
             data[name] = files

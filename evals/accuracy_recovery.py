@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .evaluation import TOY, Material, compare
+from .evaluation import Material, compare
 from .results import write_result
 from .rounders import RECIPES, calibration
 from .tables import RESULTS, accuracy_recovery_table
 from .tasks import MMLU, suite_of
+from .toy import bundled
 from .toy.corpus import accuracy_questions
 from .toy.world import build
 
@@ -36,10 +37,7 @@ def measure(
     A row holds ``"recipe"``, ``"n"`` questions (``limit`` at most, evenly from all), ``"value"`` and ``"difference"`` from the
     float model.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(TOY, local_files_only=True)
+    model, tokenizer = bundled.load()
     questions = accuracy_questions(build())
     chosen = questions if limit is None else questions[:: -(-len(questions) // limit)]
     material = Material(suite_of(chosen), None, batch=64)

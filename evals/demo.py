@@ -20,6 +20,7 @@ from .evaluation import TOY, Material, Outcome, Progress, compare
 from .results import write_result
 from .tables import RESULTS, demo_table
 from .tasks import MMLU
+from .toy import bundled
 
 __all__ = ["RECIPES", "main", "run", "table"]
 
@@ -46,12 +47,7 @@ def run(*, limit: int | None = None, recipes: Sequence[str] = RECIPES, progress:
 
     Raises ``FileNotFoundError`` where the model is not there, with the command that makes it.
     """
-    if not (TOY / "config.json").is_file():
-        raise FileNotFoundError(f"the bundled toy model is not in {TOY}: make it with python -m lowbit.evals.toy.train")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(TOY, local_files_only=True)
+    model, tokenizer = bundled.load(TOY)
     material = Material.read(limit=limit)
     return compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, files=True, speed=True, progress=progress)
 

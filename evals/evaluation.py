@@ -30,15 +30,9 @@ from .report import FORMAT
 from .results import origin
 from .tasks import MMLU, Suite, read_tasks
 from .texts import read_text
+from .toy.bundled import TOY, TOY_DATA, TOY_TEXT
 
 __all__ = ["TOY", "TOY_DATA", "TOY_TEXT", "Material", "Outcome", "compare", "result"]
-
-TOY = Path(__file__).parent / "toy" / "model"
-"""The bundled toy model."""
-TOY_DATA = Path(__file__).parent / "toy" / "data"
-"""Its exam: ``dev/SUBJECT_dev.csv`` and ``test/SUBJECT_test.csv``."""
-TOY_TEXT = TOY_DATA / "heldout.txt"
-"""Text of its world that it was not trained on."""
 
 PROMPT = 64  # rows of x that stand for a prompt
 Progress = Callable[[str, int, int], None]

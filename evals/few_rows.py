@@ -22,10 +22,10 @@ from lowbit import QTensor, Scheme
 from lowbit.algorithms import ROUNDERS
 from lowbit.statistics import Statistics
 
-from .evaluation import TOY
 from .results import write_result
 from .rounders import calibration
 from .tables import RESULTS, few_rows_table
+from .toy import bundled
 
 __all__ = ["SHARES", "main", "measure"]
 
@@ -36,15 +36,13 @@ SCHEMES = ("int4", "int3")
 
 def inputs(layers: Sequence[str], rows: int) -> tuple[dict[str, nn.Linear], dict[str, Tensor]]:
     """``layers`` of the toy model, and what each reads [tokens, K] of ``rows`` rows of text, in a random order."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(TOY, dtype=torch.float32, local_files_only=True)
+    model, tokenizer = bundled.load(dtype=torch.float32)
     found: dict[str, list[Tensor]] = {name: [] for name in layers}
     modules = {name: model.get_submodule(name) for name in layers}
     for name, module in modules.items():
         module.register_forward_pre_hook(lambda m, args, name=name: found[name].append(args[0].flatten(0, -2)))
     with torch.no_grad():
-        for batch in calibration(AutoTokenizer.from_pretrained(TOY, local_files_only=True), rows).batches(model):
+        for batch in calibration(tokenizer, rows).batches(model):
             model(*batch.args, **batch.kwargs)
     generator = torch.Generator().manual_seed(0)
     whole = {name: torch.cat(pieces) for name, pieces in found.items()}

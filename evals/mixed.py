@@ -24,6 +24,7 @@ from .perplexity import context_of, windows_of
 from .results import write_result
 from .rounders import calibration
 from .tables import RESULTS, mixed_table
+from .toy import bundled
 
 __all__ = ["BUDGETS", "METHODS", "main", "measure"]
 
@@ -88,12 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compared", type=int, default=30, help="chunks of the text for the KL of models")
     parser.add_argument("--out", type=Path, default=RESULTS / "mixed.json", help="JSON file to write")
     options = parser.parse_args(arguments)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if options.calibration is None and options.model != TOY:
         parser.error("a model of your own needs --calibration FILE")
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto", local_files_only=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+    model, tokenizer = bundled.load(options.model)
     if options.calibration is None:
         data = calibration(tokenizer, options.rows)
     else:

@@ -20,10 +20,11 @@ from torch import nn
 
 from lowbit import quantize_
 
-from .evaluation import TOY, TOY_DATA, Material, compare
+from .evaluation import TOY_DATA, Material, compare
 from .harness import BATCH
 from .results import write_result
 from .tasks import MMLU, quiet_harness, read_tasks
+from .toy import bundled
 
 __all__ = ["RECIPES", "main", "measure"]
 
@@ -39,10 +40,7 @@ def measure(limit: int, recipes: Sequence[str] = RECIPES, rounds: int = 3) -> di
     are quantized already by lm-eval's own ``evaluate``; ``making`` copies and quantizes them; ``compare`` does all that
     :func:`lowbit.evals.evaluation.compare` does, with a cache on the disk.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(TOY, dtype="auto", local_files_only=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(TOY, local_files_only=True)
+    model, tokenizer = bundled.load()
     suite = read_tasks([MMLU], TOY_DATA, limit=limit)
     material = Material(suite, None)
 

@@ -21,6 +21,7 @@ from .results import origin, write_result
 from .rounders import calibration
 from .tables import RESULTS, recipes_table
 from .tasks import MMLU
+from .toy import bundled
 
 __all__ = ["FOLDER", "main", "measure", "names", "when"]
 
@@ -58,10 +59,7 @@ def measure(
     Recipes that look at data see ``rows`` rows of :func:`~lowbit.evals.rounders.calibration`. Raises ``ValueError`` for a recipe
     of which a rule quantizes nothing in this model.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model, tokenizer = bundled.load(folder)
     for recipe in recipes:
         if idle := [note for note in plan(model, recipe).notes if note.startswith("pattern ")]:
             raise ValueError(f"{recipe} cannot be measured on {folder}: {idle[0]}")

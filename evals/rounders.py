@@ -22,6 +22,7 @@ from .evaluation import TOY, Material, compare
 from .results import write_result
 from .tables import RESULTS, rounders_table
 from .tasks import MMLU
+from .toy import bundled
 from .toy.corpus import SEPARATOR, edition
 from .toy.world import build
 
@@ -59,10 +60,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The model of ``folder``, the bundled toy model by default, as it is and by each of ``recipes``, calibrated on ``rows``
     rows: a row each, in this order."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model, tokenizer = bundled.load(folder)
     data = calibration(tokenizer, rows)
     found = compare(lambda: copy.deepcopy(model), tokenizer, recipes, material, calibration=data, progress=progress)
     return [_row(outcome.to_dict()) for outcome in found]

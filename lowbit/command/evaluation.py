@@ -76,7 +76,10 @@ def evaluate(
         file_to_read(text)
     from lowbit.evals import demo, evaluation, gemv
     from lowbit.evals.tasks import UnknownTaskError
+    from lowbit.evals.toy import bundled
 
+    if model is None:
+        bundled.check()
     source = str(evaluation.TOY) if model is None else model
     check_model(source, floats=bool(wanted))
     boxed = model is None

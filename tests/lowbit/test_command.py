@@ -221,8 +221,19 @@ def test_demo(
     printed = capsys.readouterr().out
     assert "int8, x int8" in printed
     assert "2 exam questions" in printed
-    monkeypatch.setattr(demo, "TOY", model / "absent")
-    assert "the bundled toy model is not in" in failed(capsys, 1, "demo")
+
+
+@pytest.mark.parametrize("arguments", [["demo"], ["eval", "--recipes", "int8"]])
+def test_a_wheel_has_no_toy_model(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowbit.evals import demo
+    from lowbit.evals.toy import bundled
+
+    for module in (demo, bundled):
+        monkeypatch.setattr(module, "TOY", tmp_path / "absent")
+    said = " ".join(failed(capsys, 1, *arguments).split())
+    assert "wheels leave it out, the repository and the sdist have it (make demo); lowbit eval MODEL measures" in said
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
