@@ -41,6 +41,8 @@ from lowbit_build import find_ninja, find_torch, version_of  # noqa: E402
 
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized", STABLE_ABI]
+if sys.platform != "darwin":
+    CXX_FLAGS.append("-ffunction-sections")  # for link_flags
 # Flags of each instruction set, which is a namespace in csrc/cpu; the processor chooses when the library runs.
 INSTRUCTION_SETS: dict[str, list[str]] = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
@@ -109,6 +111,53 @@ def package_data() -> dict[str, list[str]]:
     return data
 
 
+# ---- what a package index shows ------------------------------------------------------------------------------------
+
+
+def repository() -> str | None:
+    """The web address of the repository: that of git's remote ``origin``, in an sdist that of its own; None where neither is."""
+    config, info = ROOT / ".git" / "config", ROOT / "PKG-INFO"
+    if config.is_file():
+        remote = re.compile(r'^\[remote "origin"\][^\[]*?\burl = (\S+)', re.MULTILINE).search(config.read_text(encoding="utf-8"))
+        web = re.compile(r"(?:https://|ssh://git@|git@)(?:[^@/]*@)?([\w.-]+)[:/](.+?)(?:\.git)?/?")
+        address = web.fullmatch(remote[1]) if remote else None
+        return None if address is None else f"https://{address[1]}/{address[2]}"
+    if not info.is_file():
+        return None
+    found = re.search(r"^Project-URL: Repository, (\S+)$", info.read_text(encoding="utf-8"), re.MULTILINE)
+    return None if found is None else found[1]
+
+
+def project_urls() -> dict[str, str]:
+    """Links of the package index's page."""
+    address = repository()
+    if address is None:
+        return {}
+    pages = {"Documentation": "blob/{}/docs/index.md", "Changelog": "blob/{}/CHANGELOG.md", "Issues": "issues"}
+    return {"Repository": address, **{name: f"{address}/{page.format(release())}" for name, page in pages.items()}}
+
+
+def release() -> str:
+    """The tag of this version."""
+    found = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise SystemExit("pyproject.toml names no version")
+    return f"v{found[1]}"
+
+
+def readme() -> str:
+    """README.md, whose links lead to the repository: a package index has no docs/ beside it."""
+    text, address = (ROOT / "README.md").read_text(encoding="utf-8"), repository()
+    if address is None:
+        return text
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link[1] else "blob"
+        return f"{link[1]}[{link[2]}]({address}/{kind}/{release()}/{link[3]})"
+
+    return re.sub(r"(!?)\[([^\]\n]*)\]\((?!https?:|#)([^)\s]+)\)", absolute, text)
+
+
 # ---- compiling -----------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +190,8 @@ def link_flags(torch: Path) -> list[str]:
     libraries = [f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     if sys.platform == "darwin":
         return ["-dynamiclib", "-undefined", "dynamic_lookup", *libraries]
-    return ["-shared", "-Wl,--no-as-needed", *libraries]
+    # Instances of one template lie together, which a wheel's compression notices; nothing is loaded by a name that is stripped.
+    return ["-shared", "-Wl,--gc-sections", "-Wl,--sort-section=name", "-Wl,-s", "-Wl,--no-as-needed", *libraries]
 
 
 class Step(NamedTuple):
@@ -308,6 +358,9 @@ class TaggedWheel(bdist_wheel):
 
 if __name__ == "__main__":
     setup(
+        long_description=readme(),
+        long_description_content_type="text/markdown",
+        project_urls=project_urls(),
         packages=packages(),
         package_dir=package_dirs(),
         package_data=package_data(),

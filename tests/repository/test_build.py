@@ -13,6 +13,7 @@ import sys
 import tarfile
 import venv
 import warnings
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -134,6 +135,85 @@ def test_every_file_of_a_package_travels(setup: ModuleType) -> None:
             left_out = any(path.is_relative_to(ROOT / other) for other in setup.NOT_IN_A_WHEEL)
             if path.is_file() and not hidden and path.suffix != ".so":
                 assert (path in packed) != left_out
+
+
+def test_a_wheel_is_small_and_holds_what_runs(setup: ModuleType, tmp_path: Path) -> None:
+    """Made as bdist_wheel makes it, around the library that is built here: the bound is of a wheel without CUDA."""
+    lib = tmp_path / "lib"
+    env = {**os.environ, "LOWBIT_CUDA": "0"}
+
+    def run(*commands: str) -> None:
+        begin = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "build", "-b", str(tmp_path / "build")]
+        command = [*begin, "--build-lib", str(lib), *commands]
+        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
+
+    run("build_py")
+    if build.CPU.file.exists():
+        shutil.copy(build.CPU.file, lib / "lowbit_kernels")
+    run("bdist_wheel", "--skip-build", "-b", str(tmp_path / "bdist"), "-d", str(tmp_path))
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl") != build.CPU.file.exists()
+    assert wheel.stat().st_size <= 3_000_000
+    info = wheel.name.split("-py3-none-")[0] + ".dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        metadata = archive.read(f"{info}/METADATA").decode()
+    assert {name.partition("/")[0] for name in held} == {"lowbit", "lowbit_kernels", info}
+    links = (ROOT / "lowbit" / "evals", ROOT / "lowbit" / "recipes")
+    code = [path for top in ("lowbit", "lowbit_kernels") for path in (ROOT / top).rglob("*.py") if not {*path.parents} & {*links}]
+    assert {path.relative_to(ROOT).as_posix() for path in code} <= held
+    moved = [*(ROOT / "evals").rglob("*.py"), *(ROOT / "recipes").glob("*.yaml")]
+    assert {f"lowbit/{path.relative_to(ROOT).as_posix()}" for path in moved} <= held
+    assert {"lowbit/py.typed", "lowbit_kernels/py.typed", f"{info}/licenses/LICENSE"} <= held
+    left_out = tuple(f"lowbit/{path}{'' if '.' in path else '/'}" for path in setup.NOT_IN_A_WHEEL)
+    assert not [
+        name for name in held if name.startswith(left_out) or name.endswith((".safetensors", ".pyc", ".o", ".cpp", ".cu"))
+    ]
+    assert "# lowbit" in metadata
+    assert {"Requires-Python: >=3.10", "Requires-Dist: torch>=2.11", "Requires-Dist: numpy<3,>=1.26"} <= set(
+        metadata.splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://github.com/some-one/low.bit.git", "https://github.com/some-one/low.bit"),
+        ("https://user:token@github.com/some-one/lowbit", "https://github.com/some-one/lowbit"),
+        ("git@gitlab.com:group/part/lowbit.git", "https://gitlab.com/group/part/lowbit"),
+        ("ssh://git@codeberg.org/some-one/lowbit/", "https://codeberg.org/some-one/lowbit"),
+        ("/srv/git/lowbit.git", None),
+    ],
+)
+def test_the_index_links_to_the_repository(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, remote: str, address: str | None
+) -> None:
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".git").mkdir()
+    others = '[core]\n\tbare = false\n[remote "up"]\n\turl = up\n'
+    (tmp_path / ".git" / "config").write_text(f'{others}[remote "origin"]\n\turl = {remote}\n')
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    assert setup.repository() == address
+    text = (ROOT / "README.md").read_text()
+    if address is None:
+        assert setup.project_urls() == {}
+        assert setup.readme() == text
+        return
+    links = re.findall(r"(!?)\[[^\]\n]*\]\(([^)\s]+)\)", setup.readme())
+    assert len(links) == len(re.findall(r"\]\([^)\s]+\)", text)) > 20
+    assert all(link.startswith("https://") for _, link in links)
+    of_repository = [(kind, link.removeprefix(f"{address}/")) for kind, link in links if link.startswith(f"{address}/")]
+    for kind, link in of_repository:
+        way, release, path = link.split("/", 2)
+        assert (way, release) == ("raw" if kind else "blob", setup.release())
+        assert (ROOT / path.partition("#")[0]).is_file()
+    assert len(of_repository) > 20
+    # An sdist keeps the address, and has no git.
+    info = "".join(f"Project-URL: {name}, {url}\n" for name, url in setup.project_urls().items())
+    shutil.rmtree(tmp_path / ".git")
+    (tmp_path / "PKG-INFO").write_text(info)
+    assert setup.repository() == address
 
 
 # ---- which libraries are built ---------------------------------------------------------------------------------
@@ -278,7 +358,10 @@ def test_an_sdist_holds_what_a_wheel_is_made_of(tmp_path: Path) -> None:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert not [name for name in held if name.endswith((".so", ".pyc", ".o"))]
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= held
-    for top in ("lowbit", "lowbit_kernels", "evals", "recipes", "csrc", "build_backend"):
+    assert {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "constraints.txt", "mkdocs.yml"} <= held
+    folders = {"lowbit", "lowbit_kernels", "evals", "recipes", "csrc", "build_backend", "docs", "tests"}
+    assert {name.partition("/")[0] for name in held if "/" in name} == folders
+    for top in folders:
         for path in (ROOT / top).rglob("*"):
             if path.is_file() and path.suffix != ".so" and "__pycache__" not in path.parts:
                 assert path.relative_to(ROOT).as_posix() in held

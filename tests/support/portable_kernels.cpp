@@ -39,7 +39,7 @@ int main() {
     if (head[7]) a.zero_point = {zero.data(), groups, Dtype::bytes, nullptr};
     int64_t blocks = 0;
     for (int64_t g = 0; g < groups; g++) blocks += span_of(a, g).blocks;
-    std::vector<float> arranged(blocks * block * a.m), y(a.m * a.n), weight(a.n * a.k);
+    std::vector<float> arranged(blocks * block * arranged_rows(a.m)), y(a.m * a.n), weight(a.n * a.k);
     portable::arrange(a, {x.data(), a.k, Dtype::float32, nullptr}, arranged.data());
     a.arranged = arranged.data(), a.y = y.data();
     portable::linear(a, 0, a.n);

@@ -30,7 +30,7 @@ struct LastStep {
   uint8_t bytes[Planes<bits, size>::count][size];
   Planes<bits, size> planes;
   LastStep() = default;
-  void copy(const Planes<bits, size>& row, int64_t step, int64_t k) {
+  __attribute__((noinline)) void copy(const Planes<bits, size>& row, int64_t step, int64_t k) {
     using P = Planes<bits, size>;
     for (int p = 0; p < P::count; p++) {
       memset(bytes[p], 0, size);

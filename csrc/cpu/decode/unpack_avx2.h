@@ -164,7 +164,7 @@ inline float sum_of(__m256 v) {
 }
 
 // Whether the scale format is e8m0: byte i has the value 2^(i - 127), 255 is NaN.
-inline bool are_exponents(const float* table) {
+__attribute__((noinline)) inline bool are_exponents(const float* table) {
   for (int i = 0; i < 255; i++) {
     const uint32_t expected = i ? static_cast<uint32_t>(i) << 23 : 1u << 22;
     if (memcmp(table + i, &expected, 4) != 0) return false;
@@ -199,7 +199,7 @@ inline __m256 load_floats(const ArrayView& numbers, bool exponents, int64_t i, i
 }
 
 // Loads the scales of a row for groups [first, first + count), times `unit`; zeros up to a full register behind them.
-inline void load_scales(const Linear& a, bool exponents, int64_t row, int64_t first, int64_t count, float unit, float* to) {
+__attribute__((noinline)) inline void load_scales(const Linear& a, bool exponents, int64_t row, int64_t first, int64_t count, float unit, float* to) {
   const int64_t at = row * a.scale.stride + first;
   for (int64_t i = 0; i < count; i += 8)
     _mm256_storeu_ps(to + i, _mm256_mul_ps(load_floats(a.scale, exponents, at + i, count - i), _mm256_set1_ps(unit)));
@@ -219,7 +219,7 @@ inline void store_quads(const __m256* row, float* to) {
 
 // Loads the scales of four rows, `next` rows apart, times `unit`, as [groups, 4]; zeros up to a multiple of eight groups, plus
 // one group.
-inline void load_scales_quads(const Linear& a, bool exponents, int64_t row, int64_t next, int64_t first, int64_t count,
+__attribute__((noinline)) inline void load_scales_quads(const Linear& a, bool exponents, int64_t row, int64_t next, int64_t first, int64_t count,
                                  float unit, float* to) {
   const int64_t at = row * a.scale.stride + first, stride = next * a.scale.stride;
   const __m256 times = _mm256_set1_ps(unit);
@@ -254,7 +254,7 @@ inline __m128i eight_bytes(const uint8_t* p, int64_t count) {
 }
 
 // Loads minus the zero points of four rows as int32 [groups, 4]; returns the largest.
-inline __m128i load_zeros_quads(const Linear& a, int64_t row, int64_t next, int64_t first, int64_t count, float* to) {
+__attribute__((noinline)) inline __m128i load_zeros_quads(const Linear& a, int64_t row, int64_t next, int64_t first, int64_t count, float* to) {
   const int64_t stride = next * a.zero_point.stride;
   const uint8_t* const zeros = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
   __m128i maximum = _mm_setzero_si128();
@@ -274,7 +274,7 @@ inline __m128i load_zeros_quads(const Linear& a, int64_t row, int64_t next, int6
 }
 
 // Loads minus the zero points of a row, as floats or as int32; returns the largest.
-inline __m128i load_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
+__attribute__((noinline)) inline __m128i load_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
   const uint8_t* const zeros = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
   __m128i maximum = _mm_setzero_si128();
   for (int64_t i = 0; i < count; i += 8) {

@@ -38,7 +38,7 @@ inline __m512 load_floats(const ArrayView& numbers, int64_t i, __mmask16 mask) {
 struct ByteScales {
   bool short_numbers = true, exponents = true;  // short_numbers: values fit in bfloat16; exponents: e8m0
   uint16_t high[256];
-  explicit ByteScales(const ArrayView& scale) {
+  __attribute__((noinline)) explicit ByteScales(const ArrayView& scale) {
     if (scale.dtype != Dtype::bytes || !scale.table) return;
     for (int i = 0; i < 256; i++) {
       uint32_t bits;
@@ -81,7 +81,7 @@ inline void fill(int64_t count, float* to, const At& at) {
 }
 
 // Loads the scales of a row for groups [first, first + count), times `unit`; may write 31 values more.
-inline void load_scales(const Linear& a, const ByteScales& byte_scales, int64_t row, int64_t first, int64_t count, float unit, float* to) {
+__attribute__((noinline)) inline void load_scales(const Linear& a, const ByteScales& byte_scales, int64_t row, int64_t first, int64_t count, float unit, float* to) {
   const __m512 times = _mm512_set1_ps(unit);
   const int64_t at = row * a.scale.stride + first;
   if (a.scale.dtype == Dtype::bfloat16)  // most scales are bfloat16: no type test in the loop
@@ -103,7 +103,7 @@ inline void load_scales(const Linear& a, const ByteScales& byte_scales, int64_t 
 }
 
 // Loads minus the zero points of a row, as floats or as int32; returns bytes whose maximum is the largest of them.
-inline __m512i load_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
+__attribute__((noinline)) inline __m512i load_zeros(const Linear& a, int64_t row, int64_t first, int64_t count, bool as_floats, float* to) {
   __m512i maximum = _mm512_setzero_si512();
   const uint8_t* bytes = static_cast<const uint8_t*>(a.zero_point.data) + row * a.zero_point.stride + first;
   fill(count, to, [&](int64_t i, __mmask16 mask) {
@@ -180,7 +180,7 @@ inline void to_quads_f32(const __m512* row, __m512* to) {
 inline __mmask16 first_mask(int64_t count) { return static_cast<__mmask16>(count < 16 ? (1u << count) - 1 : ~0u); }
 
 // Loads the scales of four rows, `next` rows apart, times `unit`, as [groups, 4]; may write fifteen groups more.
-inline void load_scales_quads(const Linear& a, const ByteScales& byte_scales, int64_t row, int64_t next, int64_t first,
+__attribute__((noinline)) inline void load_scales_quads(const Linear& a, const ByteScales& byte_scales, int64_t row, int64_t next, int64_t first,
                                  int64_t count, float unit, float* to) {
   const __m512 times = _mm512_set1_ps(unit);
   const int64_t stride = next * a.scale.stride;
@@ -204,7 +204,7 @@ inline void load_scales_quads(const Linear& a, const ByteScales& byte_scales, in
 }
 
 // Loads the zero points of four rows as int32 [groups, 4]; returns bytes whose maximum is the largest of them.
-inline __m512i load_zeros_quads(const Linear& a, int64_t row, int64_t next, int64_t first, int64_t count, float* to) {
+__attribute__((noinline)) inline __m512i load_zeros_quads(const Linear& a, int64_t row, int64_t next, int64_t first, int64_t count, float* to) {
   __m512i maximum = _mm512_setzero_si512();
   const int64_t stride = a.zero_point.stride;
   const uint8_t* bytes = static_cast<const uint8_t*>(a.zero_point.data) + row * stride + first;

@@ -135,7 +135,7 @@ template <typename WriteOutput>
 void multiply_float(Linear& a, const ArrayView& x, int64_t groups, const InstructionSet& set, const WriteOutput& write_output) {
   int64_t blocks = 0;
   for (int64_t g = 0; g < groups; g++) blocks += span_of(a, g).blocks;
-  const auto arranged = aligned_buffer<float>(blocks * block * a.m);
+  const auto arranged = aligned_buffer<float>(blocks * block * arranged_rows(a.m));
   set.arrange(a, x, arranged.get());
   a.arranged = arranged.get();
   parallel_rows(a, [&](int64_t begin, int64_t end) {

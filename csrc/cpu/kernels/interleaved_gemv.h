@@ -114,7 +114,9 @@ __attribute__((noinline)) void gemv_panel(const Linear& a, const UnitUnpacker<Se
   constexpr int lines = bytes_per_word / Set::size / R;  // register groups of a word, multiplied one after the other
   using Sum = typename Set::template Sum<words, max_byte>;
   // units between two calls of flush
-  constexpr int units_per_flush = words || Sum::adds_per_flush >= 64 ? 4 : std::max(1, Sum::adds_per_flush / fields);
+  // Long units are repeated less often: that would be more code and no more speed.
+  constexpr int units_at_once = R * M * parts < 8 && parts < 3 ? 4 : std::max(parts < 3 ? 1 : 2, 4 / fields);
+  constexpr int units_per_flush = words || Sum::adds_per_flush >= 64 ? units_at_once : std::max(1, Sum::adds_per_flush / fields);
   constexpr int64_t bytes_per_unit = U::words * bytes_per_word;
   // With two streams, prefetching every second line is enough to start the hardware prefetcher; prefetching every line would fill
   // the line fill buffers and stall loads. Three bits are limited by unpacking, not by reading.
@@ -258,7 +260,7 @@ void gemv_rows(const Linear& a, const ByteDecoding& decoding, const InterleavedL
   }
   for (; row < range.end; row += rows_per_block) {
     int64_t m = 0;
-    if constexpr (Set::max_tile_m >= 4)
+    if constexpr (Set::max_tile_m >= 4 && D < 3)  // with three limbs two and two are nearly as fast, and less code
       for (; m + 4 <= a.m; m += 4) multiply_panel(four, one, 0, m);
     for (; m + 2 <= a.m; m += 2) multiply_panel(two, one, 0, m);
     if (m < a.m) multiply_panel(one, one, 0, m);

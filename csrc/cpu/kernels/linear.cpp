@@ -1,5 +1,5 @@
-// Generic GEMV in fp32 for up to eight rows of x, any format and instruction set. Compiled once for each set (LOWBIT_SET is its
-// namespace).
+// Generic GEMV in fp32 for up to eight rows of x (1, 2, 4 or 8 with rows of zeros), any format and instruction set.
+// Compiled once for each set (LOWBIT_SET is its namespace).
 //
 //    x [M, K] --arrange--> f32 [group][block][M][32]
 //    row: packed --decode, - zero_point--> w f32 [32] --fma--> sums [R, M][16 lanes] --* group scale--> y [M, R rows]
@@ -18,16 +18,26 @@
 namespace lowbit::cpu::LOWBIT_SET {
 namespace {
 
+// The codes of a whole block, or `count` codes of one that is not. Vectorized for any count they would be 60 KB.
+template <int bits>
+__attribute__((noinline)) void unpack_block(const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
+  if (count == block) {
+    const CodeBytes all = codes_from<bits>(row, n, first);
+    memcpy(codes, &all, sizeof all);
+  } else {
+    for (int i = 0; i < count; i++) codes[i] = static_cast<uint8_t>(code_at<bits>(row, n, first + i));
+  }
+}
 inline void unpack_any(int bits, const uint8_t* row, int64_t n, int64_t first, int count, uint8_t* codes) {
   switch (bits) {
-    case 1: return unpack<1>(row, n, first, count, codes);
-    case 2: return unpack<2>(row, n, first, count, codes);
-    case 3: return unpack<3>(row, n, first, count, codes);
-    case 4: return unpack<4>(row, n, first, count, codes);
-    case 5: return unpack<5>(row, n, first, count, codes);
-    case 6: return unpack<6>(row, n, first, count, codes);
-    case 7: return unpack<7>(row, n, first, count, codes);
-    default: return unpack<8>(row, n, first, count, codes);
+    case 1: return unpack_block<1>(row, n, first, count, codes);
+    case 2: return unpack_block<2>(row, n, first, count, codes);
+    case 3: return unpack_block<3>(row, n, first, count, codes);
+    case 4: return unpack_block<4>(row, n, first, count, codes);
+    case 5: return unpack_block<5>(row, n, first, count, codes);
+    case 6: return unpack_block<6>(row, n, first, count, codes);
+    case 7: return unpack_block<7>(row, n, first, count, codes);
+    default: return unpack_block<8>(row, n, first, count, codes);
   }
 }
 
@@ -214,7 +224,8 @@ void tile_of_decoded(const Linear& a, Decode decode, int64_t row) {
     }
   }
   for (int r = 0; r < R; r++)
-    for (int m = 0; m < M; m++) a.y[m * a.n + row + r] = sum(total[r][m]);
+    for (int m = 0; m < M; m++)
+      if (m < a.m) a.y[m * a.n + row + r] = sum(total[r][m]);
 }
 
 // Prefetches the same group of the next rows for the L2 cache: several short rows at once are more streams than the hardware
@@ -272,7 +283,8 @@ void tile(const Linear& a, int64_t row) {
     if constexpr (R == 4) sum_group(decoder(0), decoder(1), decoder(2), decoder(3));
   }
   for (int r = 0; r < R; r++)
-    for (int m = 0; m < M; m++) a.y[m * a.n + row + r] = sum(total[r][m]);
+    for (int m = 0; m < M; m++)
+      if (m < a.m) a.y[m * a.n + row + r] = sum(total[r][m]);
 }
 
 template <Codes codes>
@@ -299,14 +311,10 @@ void rows(const Linear& a, int64_t begin, int64_t end) {
 
 template <Codes codes>
 void rows_for_m(const Linear& a, int64_t begin, int64_t end) {
-  switch (a.m) {
+  switch (arranged_rows(a.m)) {
     case 1: return rows<codes, 1>(a, begin, end);
     case 2: return rows<codes, 2>(a, begin, end);
-    case 3: return rows<codes, 3>(a, begin, end);
     case 4: return rows<codes, 4>(a, begin, end);
-    case 5: return rows<codes, 5>(a, begin, end);
-    case 6: return rows<codes, 6>(a, begin, end);
-    case 7: return rows<codes, 7>(a, begin, end);
     default: return rows<codes, 8>(a, begin, end);
   }
 }
@@ -317,10 +325,10 @@ void arrange(const Linear& a, const ArrayView& x, float* arranged) {
   for (int64_t g = 0; g * a.group < a.k; g++) {
     const Span span = span_of(a, g);
     for (int64_t b = 0; b < span.blocks; b++) {
-      for (int64_t m = 0; m < a.m; m++, arranged += block) {
+      for (int64_t m = 0; m < arranged_rows(a.m); m++, arranged += block) {
         for (int i = 0; i < block; i++) {
           const int64_t at = b * block + i - span.lead;
-          const float value = at >= 0 && at < span.count ? load_float(x, m * x.stride + span.first + b * block + i) : 0.0f;
+          const float value = m < a.m && at >= 0 && at < span.count ? load_float(x, m * x.stride + span.first + b * block + i) : 0.0f;
           arranged[a.codes == Codes::nibbles ? i / 2 + i % 2 * 16 : i] = value;
         }
       }

@@ -10,6 +10,8 @@ namespace lowbit::cpu {
 
 constexpr int block = 32;  // codes decoded at a time
 constexpr int max_float_rows = 8;                // rows of x in a call of an fp32 kernel
+// Rows of x as arrange() lays them out for linear(), the last ones zeros: 1, 2, 4 or 8, so that there are few kernels.
+constexpr int64_t arranged_rows(int64_t m) { return m <= 2 ? m : m <= 4 ? 4 : 8; }
 constexpr int64_t max_rows = 64;  // rows of x in a call of a split-int8 kernel
 
 // How codes become values.

@@ -167,34 +167,34 @@ struct ScaleChunk {
   alignas(32) float zero[R * scale_slots];  // int32, where there are three limbs or quad sums
 };
 
-// Rows of the weight, R at a time, times all rows of x in D limbs. The last rows are computed one at a time, as R copies of one
-// row.
-template <int bits, int tables, int largest, int D, bool use_quads, bool in_groups>
+// Rows of the weight, R at a time, times all rows of x: with quad sums in one limb or two, in groups without them in three. The
+// last rows are computed one at a time, as R copies of one row.
+template <int bits, int tables, int largest, bool use_quads, bool in_groups>
 struct GemvRows {
   using P = Planes<bits>;
   static constexpr int S = use_quads ? 1 : R;  // registers of sums for a row of x
   static constexpr int64_t columns = 4 * lanes * P::fields, steps_per_slice = slice / columns;
-  static constexpr int64_t size = (bits == 8 ? 2 * words_for(D) : D * P::fields) * 32;
   // steps of one group that are summed before scaling
-  static constexpr int steps_per_unit = in_groups && (D < 3 || Products<bits, largest>::pairs) ? 128 / columns : 1;
+  static constexpr int steps_per_unit = in_groups && (use_quads || Products<bits, largest>::pairs) ? 128 / columns : 1;
   const Linear& a;
   const PackedLimbs& x;
   const RowRange& range;
   const CodeUnpacker<bits, tables> codes;
   const bool exponents, has_zeros, has_whole_units;
   const float unit;
-  const int64_t slices, full_steps, groups, steps_per_chunk;
+  const int64_t slices, full_steps, groups, steps_per_chunk, size;
   __m128i largest_zero = _mm_setzero_si128();
   GemvRows(const Linear& a, const ByteDecoding& decoding, const PackedLimbs& x, const RowRange& range)
       : a(a), x(x), range(range), codes(decoding), exponents(a.scale.table && are_exponents(a.scale.table)), has_zeros(a.zero_point.data),
         has_whole_units(a.group >= a.k || a.group % (steps_per_unit * columns) == 0), unit(a.has_outer ? decoding.unit * a.outer : decoding.unit),
         slices((a.k + slice - 1) / slice), full_steps(a.k / columns), groups((a.k + a.group - 1) / a.group),
-        steps_per_chunk(std::max<int64_t>(max_groups * a.group / slice, 1) * steps_per_slice) {}
+        steps_per_chunk(std::max<int64_t>(max_groups * a.group / slice, 1) * steps_per_slice),
+        size((bits == 8 ? 2 * words_for(x.count) : x.count * P::fields) * 32) {}
 
   bool is_tail(int64_t row) const { return range.end - row < R; }
 
   // Loads the scales and zero points of R rows from `row` on for steps [from, to).
-  void load_chunk(int64_t row, int64_t from, int64_t to, ScaleChunk& of) {
+  __attribute__((noinline)) void load_chunk(int64_t row, int64_t from, int64_t to, ScaleChunk& of) {
     const int64_t first = x.first_group[from], stop = to < x.steps ? (to * columns - 1) / a.group + 1 : groups;
     if constexpr (use_quads) {
       const int64_t row_step = is_tail(row) ? 0 : 1;
@@ -206,27 +206,46 @@ struct GemvRows {
       const int64_t local = is_tail(row) ? row : row + r;
       load_scales(a, exponents, local, first, stop - first, unit, of.scale + r * scale_slots);
       if (!has_zeros) continue;
-      largest_zero = _mm_max_epu8(largest_zero, load_zeros(a, local, first, stop - first, D < 3, of.zero + r * scale_slots));
+      largest_zero = _mm_max_epu8(largest_zero, load_zeros(a, local, first, stop - first, x.count < 3, of.zero + r * scale_slots));
+    }
+  }
+
+  // The kernel for M rows of x. Four with three limbs are an eighth of all kernels, and faster than two and two where a code takes
+  // several lookups.
+  static constexpr bool fours_of_three = tables > 1;
+  template <int M, int U>
+  auto tile_for() const {
+    const auto with = [&](auto limbs) {
+      constexpr int D = decltype(limbs)::value;
+      auto run_tile = gemv_tile<bits, tables, largest, D, M, U, use_quads, in_groups, false>;
+      if constexpr (supports_zeros<bits, tables != 0>)
+        if (has_zeros) run_tile = gemv_tile<bits, tables, largest, D, M, U, use_quads, in_groups, true>;
+      return run_tile;
+    };
+    if constexpr (in_groups && !use_quads) {
+      return with(std::integral_constant<int, 3>());
+    } else {
+      if constexpr (!use_quads && (M < 4 || fours_of_three))
+        if (x.count == 3) return with(std::integral_constant<int, 3>());
+      return x.count == 1 ? with(std::integral_constant<int, 1>()) : with(std::integral_constant<int, 2>());
     }
   }
 
   // Steps [s, s + count) of a tile, whose codes `steps` points to, times all rows of x, U steps at a time.
   template <int U>
-  void run_steps(TileArgs<bits>& steps, int64_t s, int64_t count, __m256* total) const {
+  __attribute__((noinline)) void run_steps(TileArgs<bits>& steps, int64_t s, int64_t count, __m256* total) const {
     if (count < U) return;
     steps.group = x.first_group + s, steps.lane_group = in_groups ? nullptr : x.group_of_lane + s * lanes;
     const auto run_rows_of_x = [&](int64_t m, auto rows) {
       constexpr int M = decltype(rows)::value;
       steps.limbs = x.limbs + (s * a.m + m) * size, steps.sums = x.sums + (s * a.m + m) * lanes;
       steps.slice_scale = x.scale + m * slices + s / steps_per_slice;
-      auto run_tile = gemv_tile<bits, tables, largest, D, M, U, use_quads, in_groups, false>;
-      if constexpr (supports_zeros<bits, tables != 0>)
-        if (has_zeros) run_tile = gemv_tile<bits, tables, largest, D, M, U, use_quads, in_groups, true>;
-      run_tile(codes, steps, count / U, total + m * S);
+      tile_for<M, U>()(codes, steps, count / U, total + m * S);
     };
     int64_t m = 0;
-    for (; m + 4 <= a.m; m += 4) run_rows_of_x(m, std::integral_constant<int, 4>());
-    if (m + 2 <= a.m) run_rows_of_x(m, std::integral_constant<int, 2>()), m += 2;
+    if constexpr (use_quads || !in_groups || fours_of_three)
+      for (; (x.count < 3 || fours_of_three) && m + 4 <= a.m; m += 4) run_rows_of_x(m, std::integral_constant<int, 4>());
+    for (; m + 2 <= a.m; m += 2) run_rows_of_x(m, std::integral_constant<int, 2>());
     if (m < a.m) run_rows_of_x(m, std::integral_constant<int, 1>());
     for (int p = 0; p < P::count; p++) steps.at[p] += count / U * U * P::bytes(p);
     steps.prefetch_at += count / U * U * R * P::bytes_per_step;
@@ -284,19 +303,10 @@ struct GemvRows {
 
 template <int bits, int tables, int largest>
 bool gemv_for_limbs(const Linear& a, const ByteDecoding& decoding, const PackedLimbs& x, const RowRange& range) {
-  const auto with = [&](auto limbs) {
-    constexpr int D = decltype(limbs)::value;
-    if constexpr (D < 3) {
-      if (x.quad_sums && x.group_of_lane) return GemvRows<bits, tables, largest, D, true, false>(a, decoding, x, range).run();
-      if (x.quad_sums) return GemvRows<bits, tables, largest, D, true, true>(a, decoding, x, range).run();
-    } else {
-      if (!x.group_of_lane) return GemvRows<bits, tables, largest, D, false, true>(a, decoding, x, range).run();
-    }
-    return GemvRows<bits, tables, largest, D, false, false>(a, decoding, x, range).run();
-  };
-  if (x.count == 1) return with(std::integral_constant<int, 1>());
-  if (x.count == 3) return with(std::integral_constant<int, 3>());
-  return with(std::integral_constant<int, 2>());
+  if (x.quad_sums && x.group_of_lane) return GemvRows<bits, tables, largest, true, false>(a, decoding, x, range).run();
+  if (x.quad_sums) return GemvRows<bits, tables, largest, true, true>(a, decoding, x, range).run();
+  if (x.count == 3 && !x.group_of_lane) return GemvRows<bits, tables, largest, false, true>(a, decoding, x, range).run();
+  return GemvRows<bits, tables, largest, false, false>(a, decoding, x, range).run();
 }
 
 }  // namespace

@@ -177,7 +177,7 @@ __attribute__((noinline)) void gemv_tile(const CodeUnpacker<bits, has_table>& de
     for (auto& of_row : part)
       for (__m512& p : of_row) p = _mm512_setzero_ps();
     if constexpr (decltype(is_whole)::value) {
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int64_t s = 0; s < steps_per_slice; s++) step();
     } else {
       for (int64_t s = 0; s < steps; s++) step();
@@ -188,8 +188,9 @@ __attribute__((noinline)) void gemv_tile(const CodeUnpacker<bits, has_table>& de
     }
     slice_scale++;
   };
-  for (; count >= steps_per_slice; count -= steps_per_slice) run_slice(steps_per_slice, std::true_type());
-  if (count > 0) run_slice(count, std::false_type());
+  if constexpr (M == 1)
+    for (; count >= steps_per_slice; count -= steps_per_slice) run_slice(steps_per_slice, std::true_type());
+  for (; count > 0; count -= steps_per_slice) run_slice(std::min(count, steps_per_slice), std::false_type());
 }
 
 // The sums of the four 128-bit quarters of a register.
@@ -212,9 +213,9 @@ struct ScaleChunk {
   alignas(64) float zero[R * scale_slots];   // int32, where there are three limbs or quad sums
 };
 
-// R = 4 Q rows of the weight at a time, times all rows of x in D limbs. The last rows are computed one at a time, as R copies of
-// one row. Q > 1 is for M = 1, where it halves the loads of limbs.
-template <int bits, bool has_table, int D, int Q, bool use_quads, bool in_groups>
+// R = 4 Q rows of the weight at a time, times all rows of x: with quad sums in one limb or two, in groups without them in three.
+// The last rows are computed one at a time, as R copies of one row. Q > 1 is for M = 1, where it halves the loads of limbs.
+template <int bits, bool has_table, int Q, bool use_quads, bool in_groups>
 struct GemvRows {
   using P = Planes<bits>;
   static constexpr int R = 4 * Q, S = use_quads ? Q : R;  // S: registers of sums for a row of x
@@ -237,7 +238,7 @@ struct GemvRows {
   bool is_tail(int64_t row) const { return range.end - row < R; }
 
   // Loads the scales and zero points of R rows from `row` on for one chunk of steps from `from` on.
-  void load_chunk(int64_t row, int64_t from, ScaleChunk<R>& to) {
+  __attribute__((noinline)) void load_chunk(int64_t row, int64_t from, ScaleChunk<R>& to) {
     if (row >= range.end) return;
     const int64_t stop = from + steps_per_chunk < x.steps ? (((from + steps_per_chunk) * columns) - 1) / a.group + 1 : groups;
     const int64_t first = x.first_group[from], count = stop - first;
@@ -255,22 +256,38 @@ struct GemvRows {
       const int64_t local = is_tail(row) ? row : row + r;
       load_scales(a, byte_scales, local, first, count, unit, to.scale + r * scale_slots);
       if (!has_zeros) continue;
-      largest_zero = _mm512_max_epu8(largest_zero, load_zeros(a, local, first, count, D < 3, to.zero + r * scale_slots));
+      largest_zero = _mm512_max_epu8(largest_zero, load_zeros(a, local, first, count, x.count < 3, to.zero + r * scale_slots));
+    }
+  }
+  // The kernel for M rows of x.
+  template <int M>
+  auto tile_for() const {
+    const auto with = [&](auto limbs) {
+      constexpr int D = decltype(limbs)::value;
+      auto run_tile = gemv_tile<bits, has_table, D, M, Q, use_quads, in_groups, false>;
+      if constexpr (supports_zeros<bits, has_table>)
+        if (has_zeros) run_tile = gemv_tile<bits, has_table, D, M, Q, use_quads, in_groups, true>;
+      return run_tile;
+    };
+    if constexpr (in_groups && !use_quads) {
+      return with(std::integral_constant<int, 3>());
+    } else {
+      if constexpr (!use_quads)
+        if (x.count == 3) return with(std::integral_constant<int, 3>());
+      return x.count == 1 ? with(std::integral_constant<int, 1>()) : with(std::integral_constant<int, 2>());
     }
   }
   // Steps [s, s + count) of a tile, whose codes `steps` points to, times all rows of x.
-  void run_steps(TileArgs<bits>& steps, int64_t s, int64_t count, const ScaleChunk<R>& of, int64_t first, __m512* total) const {
+  __attribute__((noinline)) void run_steps(TileArgs<bits>& steps, int64_t s, int64_t count, const ScaleChunk<R>& of, int64_t first,
+                                           __m512* total) const {
     if (count <= 0) return;
     steps.group = x.first_group + s, steps.lane_group = in_groups ? nullptr : x.group_of_lane + s * lanes;
     steps.m = a.m, steps.slices = slices, steps.first = first, steps.scale = of.scale, steps.zero = of.zero;
     const auto run_rows_of_x = [&](int64_t m, auto rows) {
       constexpr int M = decltype(rows)::value;
-      steps.limbs = x.limbs + (s * a.m + m) * D * columns, steps.sums = x.sums + (s * a.m + m) * lanes;
+      steps.limbs = x.limbs + (s * a.m + m) * x.count * columns, steps.sums = x.sums + (s * a.m + m) * lanes;
       steps.slice_scale = x.scale + m * slices + s / steps_per_slice;
-      auto run_tile = gemv_tile<bits, has_table, D, M, Q, use_quads, in_groups, false>;
-      if constexpr (supports_zeros<bits, has_table>)
-        if (has_zeros) run_tile = gemv_tile<bits, has_table, D, M, Q, use_quads, in_groups, true>;
-      run_tile(bytes_of, steps, count, total + m * S);
+      tile_for<M>()(bytes_of, steps, count, total + m * S);
     };
     if constexpr (Q > 1) return run_rows_of_x(0, std::integral_constant<int, 1>());
     int64_t m = 0;
@@ -333,24 +350,15 @@ struct GemvRows {
 
 template <int bits, bool has_table>
 bool gemv_for_limbs(const Linear& a, const ByteDecoding& decoding, const PackedLimbs& x, const RowRange& range) {
-  const auto with = [&](auto limbs) {
-    constexpr int D = decltype(limbs)::value;
-    if constexpr (D < 3) {
-      if constexpr (bits == 4)
-        if (x.quad_sums && a.m == 1) {
-          if (x.group_of_lane) return GemvRows<bits, has_table, D, 2, true, false>(a, decoding, x, range).run();
-          return GemvRows<bits, has_table, D, 2, true, true>(a, decoding, x, range).run();
-        }
-      if (x.quad_sums && x.group_of_lane) return GemvRows<bits, has_table, D, 1, true, false>(a, decoding, x, range).run();
-      if (x.quad_sums) return GemvRows<bits, has_table, D, 1, true, true>(a, decoding, x, range).run();
-    } else {
-      if (!x.group_of_lane) return GemvRows<bits, has_table, D, 1, false, true>(a, decoding, x, range).run();
+  if constexpr (bits == 4)
+    if (x.quad_sums && a.m == 1) {
+      if (x.group_of_lane) return GemvRows<bits, has_table, 2, true, false>(a, decoding, x, range).run();
+      return GemvRows<bits, has_table, 2, true, true>(a, decoding, x, range).run();
     }
-    return GemvRows<bits, has_table, D, 1, false, false>(a, decoding, x, range).run();
-  };
-  if (x.count == 1) return with(std::integral_constant<int, 1>());
-  if (x.count == 3) return with(std::integral_constant<int, 3>());
-  return with(std::integral_constant<int, 2>());
+  if (x.quad_sums && x.group_of_lane) return GemvRows<bits, has_table, 1, true, false>(a, decoding, x, range).run();
+  if (x.quad_sums) return GemvRows<bits, has_table, 1, true, true>(a, decoding, x, range).run();
+  if (x.count == 3 && !x.group_of_lane) return GemvRows<bits, has_table, 1, false, true>(a, decoding, x, range).run();
+  return GemvRows<bits, has_table, 1, false, false>(a, decoding, x, range).run();
 }
 
 }  // namespace

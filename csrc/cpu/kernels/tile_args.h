@@ -42,12 +42,12 @@ inline int64_t row_to_prefetch(const RowRange& range, int64_t row, int64_t rows)
   return target < range.end ? target : range.next_begin + (target - range.end);
 }
 
-// Prefetches for the L2 cache the share [from, to) of `all` of the values of `rows` rows from `row` on.
-inline void prefetch_l2(const ArrayView& of, int64_t row, int64_t rows, int64_t from, int64_t to, int64_t all) {
+// Prefetches for the L2 cache the share [from, to) of `all` of the values of `rows` rows from `row` on. asm, because a compiler drops
+// calls of a function that only prefetches.
+__attribute__((noinline)) inline void prefetch_l2(const ArrayView& of, int64_t row, int64_t rows, int64_t from, int64_t to, int64_t all) {
   const int64_t size = of.dtype == Dtype::float32 ? 4 : of.dtype == Dtype::bytes ? 1 : 2, bytes = rows * of.stride * size;
   const uintptr_t at = reinterpret_cast<uintptr_t>(of.data) + row * of.stride * size;
-  for (int64_t i = bytes * from / all; i < bytes * to / all; i += 64)
-    _mm_prefetch(reinterpret_cast<const char*>(at + i), _MM_HINT_T1);
+  for (int64_t i = bytes * from / all; i < bytes * to / all; i += 64) asm volatile("prefetcht1 (%0)" ::"r"(at + i));
 }
 
 }  // namespace
