@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ def keyword_options(function: Callable[..., Any]) -> dict[str, Any]:
 
 def normalized_options(who: str, options: Options, known: Mapping[str, Any], check: Callable[..., None]) -> Options:
     """``options`` of the method ``who`` as sorted pairs. Raises ``ValueError`` for one that is not ``known``, and for values
-    that no file could hold or that ``check(**options)`` refuses."""
+    that no file could hold, that are of another kind than the default in ``known``, or that ``check(**options)`` refuses."""
     found = {name: _number(value) for name, value in dict(options).items()}
     if unknown := sorted(found.keys() - known.keys()):
         there = f"there are {', '.join(known)}" if known else "it takes none"
@@ -28,7 +29,17 @@ def normalized_options(who: str, options: Options, known: Mapping[str, Any], che
     for name, value in found.items():
         if not isinstance(value, (bool, int, float, str)):
             raise ValueError(f"option {name} of {who} must be a number, true, false or a word, got {value!r:.80}")
-    check(**found)
+    try:
+        check(**found)
+    except TypeError as error:  # a word where it compares numbers
+        values = ", ".join(f"{name}={value!r}" for name, value in found.items())
+        raise ValueError(f"{who} cannot take {values:.200}: {error}") from None
+    for name, value in found.items():
+        if isinstance(value, bool) != isinstance(known[name], bool) and isinstance(known[name], (bool, int, float)):
+            kind = "true or false" if isinstance(known[name], bool) else "a number"
+            raise ValueError(f"option {name} of {who} must be {kind}, got {value!r:.80}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"option {name} of {who} must be finite, got {value}")
     return tuple(sorted(found.items()))
 
 

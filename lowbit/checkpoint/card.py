@@ -47,7 +47,8 @@ def _text(config: Mapping[str, Any], quantization_config: Mapping[str, Any]) -> 
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["lowbit"]}
     if _IS_HUB_NAME.fullmatch(base):
         head |= {"base_model": base, "base_model_relation": "quantized"}
-    recipe: Mapping[str, Any] = quantization_config.get("recipe") or {}
+    written = quantization_config.get("recipe") or {}
+    recipe: Mapping[str, Any] = written if isinstance(written, Mapping) else {"name": str(written)}
     rows = {
         "base model": base or "not recorded",
         "class": f"`{kind}`",

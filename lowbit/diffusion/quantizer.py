@@ -100,6 +100,8 @@ class LowbitDiffusersQuantizer(DiffusersQuantizer):
                     module.to(self._dtype)
             return
         recipe = self.quantization_config.recipe
+        if self.quantization_config.unread is not None:
+            raise ValueError(self.quantization_config.unread.reason)
         if recipe is None:
             raise ValueError("quantization_config says nothing of how to quantize: give lowbit.Config with a recipe")
         if recipe.rewrites:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 try:
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -28,6 +28,14 @@ class _Method(str):
 METHOD = _Method("lowbit")
 
 
+class UnreadRecipe(NamedTuple):
+    """What a config.json says of a recipe, as it stands there, and the reason why that is none here: a plug-in is missing, or the
+    lowbit that wrote it is newer."""
+
+    recipe: Any
+    reason: str
+
+
 class Config(QuantizationConfigMixin):
     """Quantize a model while transformers loads it: ``from_pretrained(ID, quantization_config=lowbit.Config("int4"))``.
 
@@ -45,6 +53,7 @@ class Config(QuantizationConfigMixin):
 
     quant_method: Any = METHOD
     recipe: Recipe | None
+    unread: UnreadRecipe | None = None
 
     def __init__(self, recipe: Any, modules_to_not_convert: Iterable[str] | None = None) -> None:
         from ..recipe import Recipe
@@ -78,7 +87,8 @@ class Config(QuantizationConfigMixin):
 
 class QuantizedFolderConfig(Config):
     """What config.json of a quantized folder says. The tensors' own header says what each of them is; ``recipe``, which
-    may be None, is what they were made by, and ``facts`` what else is known of that, for people to read:
+    may be None, is what they were made by (``unread`` where that names methods that are not known here, which the tensors
+    do not need), and ``facts`` what else is known of that, for people to read:
 
     * ``bits_per_weight``: of the layers that are quantized, scales included;
     * ``calibration``: the rows, and of token ids the tokens, of the data that was looked at; absent where none was;
@@ -95,20 +105,29 @@ class QuantizedFolderConfig(Config):
             super().__init__(recipe, modules_to_not_convert)
 
     @classmethod
-    def describe(cls, recipe: Any, facts: Mapping[str, Any]) -> QuantizedFolderConfig:
+    def describe(cls, recipe: Any, facts: Mapping[str, Any], unread: UnreadRecipe | None = None) -> QuantizedFolderConfig:
         """Of a model that ``recipe`` made, and what is known of that."""
         config = cls(recipe)
-        config.facts = dict(facts)
+        config.facts, config.unread = dict(facts), unread
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), **self.facts}
+        unread = {} if self.unread is None else {"recipe": self.unread.recipe}
+        return {**super().to_dict(), **unread, **self.facts}
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        found = super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+        unread = None
+        try:
+            found = super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+        except (TypeError, ValueError) as error:
+            recipe = config_dict.get("recipe")
+            if recipe is None:
+                raise
+            unread = UnreadRecipe(recipe, str(error))
+            found = super().from_dict({}, return_unused_kwargs, **kwargs)
         config = found[0] if return_unused_kwargs else found
-        config.facts = {name: config_dict[name] for name in cls._FACTS if name in config_dict}
+        config.facts, config.unread = {name: config_dict[name] for name in cls._FACTS if name in config_dict}, unread
         return found
 
 

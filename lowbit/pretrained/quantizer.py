@@ -76,6 +76,8 @@ class LowbitQuantizer(HfQuantizer):
             if self.pre_quantized:
                 self._loading = Folder(model, checkpoint_files)
             else:
+                if self.quantization_config.unread is not None:
+                    raise ValueError(self.quantization_config.unread.reason)
                 self._loading = QuantizeOnLoad(model, self.quantization_config.recipe, device_map, checkpoint_files)
                 self.plan = self._loading.plan
 
@@ -183,10 +185,7 @@ def attach(model: Any, plan: Plan | None = None, quantization_config: Mapping[st
     if plan is not None:
         config = QuantizedFolderConfig.describe(plan.recipe, _facts(model, plan))
     else:
-        try:
-            config = QuantizedFolderConfig.from_dict(quantization_config or {})
-        except (TypeError, ValueError):  # a recipe that this version does not know, in words for people
-            config = QuantizedFolderConfig()
+        config = QuantizedFolderConfig.from_dict(quantization_config or {})
     model.hf_quantizer = LowbitQuantizer(config)
     model.hf_quantizer.plan = plan
     model.is_quantized, model.quantization_method = True, METHOD
@@ -212,9 +211,8 @@ def _quantization_config(model: Any, header: Header, plan: Plan | None = None) -
             recorded_config = QuantizedFolderConfig.describe(recorded_config.recipe, _facts(model, quantizer.plan))
     assert isinstance(recorded_config, QuantizedFolderConfig)
     bits = header.bits_per_weight
-    return QuantizedFolderConfig.describe(
-        recorded_config.recipe, {**recorded_config.facts, **({} if bits is None else {"bits_per_weight": round(bits, 4)})}
-    )
+    facts = {**recorded_config.facts, **({} if bits is None else {"bits_per_weight": round(bits, 4)})}
+    return QuantizedFolderConfig.describe(recorded_config.recipe, facts, recorded_config.unread)
 
 
 def _facts(model: Any, plan: Plan | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -231,6 +232,34 @@ def test_config_round_trip(tmp_path):
     assert lowbit.Config.from_dict({"quant_method": "lowbit", "recipe": "int4"}).recipe == lowbit.Recipe.of("int4")
     with pytest.raises(ValueError, match="did you mean int4"):
         lowbit.Config("nt4")
+
+
+RULE = {"match": "*", "weight": "uint4:g128:zint:bf16"}
+UNKNOWN = {
+    "rounder": {"name": "", "rules": [{**RULE, "rounder": "nowhere"}]},
+    "option": {"name": "", "rules": [{**RULE, "rounder": "gptq", "options": {"newer": 1}}]},
+    "rewrite": {"name": "", "rewrites": ["nowhere"], "rules": [RULE]},
+    "scheme": {"name": "", "rules": [{"match": "*", "weight": "int99"}]},
+    "field": {"name": "", "newer": 1, "rules": [RULE]},
+    "words": "four bits",
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_folder_does_not_need_the_methods_that_made_it(kind, toy, floats, tmp_path):
+    """Its tensors say what they are; the recipe stays as it is written, also when the model is saved again."""
+    folder = shutil.copytree(toy, tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["recipe"] = UNKNOWN[kind]
+    (folder / "config.json").write_text(json.dumps(config))
+    ids = torch.tensor([[1, 2, 3]])
+    for name, model in (("transformers", read(folder)), ("lowbit", lowbit.load(folder))):
+        assert model(ids).logits.equal(lowbit.load(toy)(ids).logits)
+        model.save_pretrained(tmp_path / name)
+        again = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        assert again["recipe"] == UNKNOWN[kind]
+    with pytest.raises(ValueError, match=r"nowhere|newer|int99|four bits"):  # here nothing else says how
+        read(floats / "tied", quantization_config=config["quantization_config"])
 
 
 # ---- what others do with it ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,15 +48,18 @@ torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48
 )
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process in which the plug-in's wheel is installed: what pip writes, in a folder of its own."""
-    site, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source")
-    shutil.copytree(PLUGIN, source / "plugin")
+def install(package: Path, site: Path) -> dict[str, str]:
+    """The environment of a process in which the wheel of ``package`` is installed: what pip writes, in a folder of its own."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--target", str(site), str(source / "plugin")], check=True, capture_output=True)
+    subprocess.run([*command, "--target", str(site), str(package)], check=True, capture_output=True)
     paths = [str(site), str(PLUGIN.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    source = shutil.copytree(PLUGIN, tmp_path_factory.mktemp("source") / "plugin")
+    return install(source, tmp_path_factory.mktemp("site"))
 
 
 def python(environment: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -83,6 +87,27 @@ def test_the_command_line_takes_it(installed: dict[str, str], tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "fp5_e1m3:g32:bf16" in python(installed, "-m", "lowbit", "inspect", tmp_path / "out").stdout
     assert "tiny_float" in python(installed, "-m", "lowbit", "list", "schemes").stdout
+
+
+def test_the_package_that_the_site_shows(tmp_path: Path) -> None:
+    """docs/extending.md: its two files, with the rounder of the page's first example, and what it then says of them."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0].split("lowbit.register_rounder")[0]
+    project, init = re.findall(r"```text\n# pyproject.toml\n(.*?)\n# my_rounder/__init__.py.*?\n(.*?)```", page, re.DOTALL)[0]
+    package = tmp_path / "my-rounder" / "my_rounder"
+    package.mkdir(parents=True)
+    (package.parent / "pyproject.toml").write_text(project)
+    (package / "__init__.py").write_text(example + init)
+    environment = install(package.parent, tmp_path / "site")
+    assert "dithered" in python(environment, "-m", "lowbit", "list", "methods").stdout
+    source = word_model(tmp_path / "model")
+    done = python(environment, "-m", "lowbit", "quantize", source, "--recipe", "dithered(int4, seed=3)", "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    # Where the plug-in is not installed the folder loads nevertheless.
+    load = "import lowbit, sys; from transformers import AutoModelForCausalLM; \
+print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).hf_quantizer.quantization_config.unread.reason)"
+    again = python({**environment, "PYTHONPATH": str(ROOT)}, "-c", load, tmp_path / "out")
+    assert "no rounder named 'dithered'" in again.stdout, again.stderr
 
 
 def test_a_broken_package_is_named(tmp_path: Path) -> None:

@@ -357,6 +357,17 @@ def test_every_rounder_is_a_method_in_words(name):
     assert recipe.rules[0].config == LayerConfig(SCHEMES["int3"], rounder=name, options=known)
 
 
+@pytest.mark.parametrize("name", [*ROUNDERS, *REWRITES])
+def test_an_option_of_another_kind_is_refused_before_work(name):
+    """Also by a method that looks at none of its options itself, as one of a plug-in."""
+    known = ROUNDERS[name].options if name in ROUNDERS else REWRITES[name].options
+    for option, default in known.items():
+        wrong = [3, "yes"] if isinstance(default, bool) else [True, math.inf, math.nan]
+        for value in wrong if isinstance(default, (bool, int, float)) else ():
+            with pytest.raises(ValueError, match=option):
+                Recipe.of("int3").rounded_by(name, **{option: value}) if name in ROUNDERS else Rewrite(name, {option: value})
+
+
 @pytest.mark.parametrize("name", [name for name in methods.__all__ if name in REWRITES])
 def test_every_rewrite_is_one_line(name):
     method, expected = getattr(methods, name), Rewrite(name)
