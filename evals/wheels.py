@@ -2,8 +2,8 @@
 
     python -m lowbit.evals.wheels dist/*.whl dist/*.tar.gz --python python3.11 --python python3.13 --out wheels.json
 
-Where torch's CPU build of the given version cannot be had for a Python, the files are installed without what they need, and
-compiled; the row says so (``"torch": null``).
+Where torch's CPU build of that version cannot be had for a Python, what pip would install is resolved, the files are installed
+without it, and their code is compiled; the row says so (``"torch": null``).
 """
 
 from __future__ import annotations
@@ -87,10 +87,12 @@ def installed(python: str, file: Path) -> dict[str, Any]:
         try:
             run(*pip, "--only-binary", ":all:", f"torch=={TORCH}")
         except subprocess.CalledProcessError:
+            wanted = json.loads(run(*pip, "--dry-run", "--no-build-isolation", "--report", "-", str(file)))["install"]
+            resolved = {one["metadata"]["name"]: one["metadata"]["version"] for one in wanted}
             run(*pip, "--no-deps", "--no-build-isolation", str(file))
             place = run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
             run("-W", "error", "-m", "compileall", "-q", "-f", f"{place}/lowbit", f"{place}/lowbit_kernels")
-            return {**row, "torch": None}
+            return {**row, "torch": None, "resolved": {name: resolved[name] for name in ("torch", "numpy", "safetensors")}}
         env["LOWBIT_CUDA"] = "0"
         run(*pip, "--no-build-isolation", str(file))
         lines = run("-m", "lowbit", "env").splitlines()
