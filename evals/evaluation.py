@@ -30,6 +30,7 @@ from .report import FORMAT
 from .results import origin
 from .tasks import MMLU, Suite, read_tasks
 from .texts import read_text
+from .toy import bundled
 from .toy.bundled import TOY, TOY_DATA, TOY_TEXT
 
 __all__ = ["TOY", "TOY_DATA", "TOY_TEXT", "Material", "Outcome", "compare", "result"]
@@ -78,6 +79,8 @@ class Material:
         ``limit``: questions a task (of MMLU: a subject) at most, the first ones; ``shots``: solved examples before each, the
         task's own number if None. Raises ``ValueError`` for anything that cannot be read, naming the file.
         """
+        if data == TOY_DATA or text == TOY_TEXT:
+            bundled.check()
         content = None if text is None else read_text(text)
         suite = read_tasks(tasks, data, limit=limit, shots=shots) if tasks else None
         return Material(suite, content, context, stride, chunks, batch, compared)

@@ -1,5 +1,6 @@
 """The bundled toy model: its world is the same everywhere, its exam is sound, and it knows the answers."""
 
+import importlib
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import transformers
 import lowbit
 from lowbit.evals.evaluation import TOY, TOY_DATA
 from lowbit.evals.exam import prompt, read_exam
-from lowbit.evals.toy import corpus
+from lowbit.evals.toy import bundled, corpus
 from lowbit.evals.toy.subjects import SUBJECTS
 from lowbit.evals.toy.train import share_of
 from lowbit.evals.toy.world import World, build
@@ -124,3 +125,22 @@ def test_three_bits_take_three_bits_on_the_disk(tmp_path: Path) -> None:
     weights = sum(layer.shape[0] * layer.shape[1] for layer in changed)
     assert len(changed) == 7 * model.config.num_hidden_layers
     assert 8 * stored / weights <= 3.35
+
+
+@pytest.mark.parametrize("name", ["accuracy_recovery", "demo", "few_rows", "mixed", "overhead", "recipes", "rounders"])
+def test_what_measures_the_toy_model_says_where_it_is_not_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a wheel, before anything else is read or made."""
+    real = bundled.check
+
+    def check(folder: Path | None = None) -> None:
+        monkeypatch.setattr(bundled, "TOY", tmp_path / "absent")
+        real(None if folder in (None, TOY) else folder)
+
+    monkeypatch.setattr(bundled, "check", check)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model is read"))
+    out = tmp_path / "out.json"
+    with pytest.raises(FileNotFoundError, match=r"wheels leave it out, the repository and the sdist have it \(make demo\)"):
+        importlib.import_module(f"lowbit.evals.{name}").main([] if name == "overhead" else ["--out", str(out)])
+    assert not out.exists()
