@@ -40,25 +40,50 @@ def test_every_folder_it_names_is_there():
         assert any(ROOT.glob(name.rstrip("/"))), name
 
 
-def kernel_files() -> list[Path]:
-    """The files in which a kernel begins: those with an entry point of the GPU, and the CPU's and Triton's by name."""
-    cuda = [path for path in (ROOT / "csrc" / "cuda").rglob("*.cuh") if "__global__" in path.read_text()]
-    cpu = ("interleaved_gemv.h", "split_int8_gemv.h", "f32_gemv.h", "linear.cpp", "dequantize.cpp", "dot_gemm.h", "decoder.cpp")
-    triton = ("gemm", "gemv", "gemv_wide", "w8a8_gemm", "dequantize", "norm", "quantize")
-    return [
-        *cuda,
-        *(ROOT / "csrc" / "cpu" / "kernels" / name for name in cpu),
-        *(ROOT / "lowbit_kernels" / "triton" / f"{name}.py" for name in triton),
+PARTS = ("-->", "Contract:", "Limit:")
+
+
+def head_of(path: Path) -> str:
+    """What stands before the first line of code."""
+    text = path.read_text()
+    return text[
+        : text.index("#pragma once" if path.suffix in (".cuh", ".h") else "#include" if path.suffix == ".cpp" else "import")
     ]
+
+
+def kernel_files() -> list[Path]:
+    """The files in which a kernel begins: those with an entry point of a GPU."""
+    cuda = [path for path in (ROOT / "csrc" / "cuda").rglob("*.cuh") if "__global__" in path.read_text()]
+    triton = [path for path in (ROOT / "lowbit_kernels" / "triton").glob("*.py") if "program_id" in path.read_text()]
+    assert len(cuda) > 5
+    assert len(triton) > 5
+    return sorted([*cuda, *triton])
+
+
+def made_of(path: Path) -> set[Path]:
+    """A file of the CPU's kernels and the headers of its folder that it includes, and these include."""
+    found, left = {path}, [path]
+    while left:
+        for name in re.findall(r'^#include "(\w+\.h)"', left.pop().read_text(), re.MULTILINE):
+            if (header := path.parent / name).exists() and header not in found:
+                found.add(header)
+                left.append(header)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "csrc" / "cpu" / "kernels").glob("*.cpp")), ids=lambda path: path.name)
+def test_a_kernel_of_the_cpu_has_its_data_flow_contract_and_limit_in_one_of_its_files(path: Path) -> None:
+    """Instruction sets share a header, in which the kernel begins."""
+    files = made_of(path)
+    assert any(all(part in head_of(file) for part in PARTS) for file in files), sorted(file.name for file in files)
+    for name in {name for file in files for name in re.findall(r"\b(\w+\.json)\b", head_of(file))}:
+        assert (ROOT / "evals" / "results" / name).exists(), f"{path.name} names figures of {name}"
 
 
 @pytest.mark.parametrize("path", kernel_files(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_kernel_begins_with_its_data_flow_contract_and_limit(path: Path) -> None:
-    text = path.read_text()
-    head = text[
-        : text.index("#pragma once" if path.suffix in (".cuh", ".h") else "#include" if path.suffix == ".cpp" else "import")
-    ]
-    for part in ("-->", "Contract:", "Limit:"):
+    head = head_of(path)
+    for part in PARTS:
         assert part in head, f"the head of {path.name} lacks {part}"
     for name in re.findall(r"\b(\w+\.json)\b", head):
         assert (ROOT / "evals" / "results" / name).exists(), f"{path.name} names figures of {name}"

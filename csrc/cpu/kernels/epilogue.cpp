@@ -1,5 +1,10 @@
-// Epilogue of all products: fp32 sums to y: row factor, bias, one rounding. Compiled once for each instruction set (LOWBIT_SET is
-// its namespace); plain loops, which compilers vectorize.
+// Epilogue of all products. Compiled once for each instruction set (LOWBIT_SET is its namespace); plain loops, which compilers
+// vectorize.
+//
+//   sums [M, N] fp32 --> * row_scale [m] --> + bias [n] --> one rounding --> y [M, N]
+//
+// Contract: that of the product, whose one rounding this is.
+// Limit: y is written once, from sums that lie in the L1 cache.
 #include "epilogue.h"
 
 #include "../isa/array_view.h"
