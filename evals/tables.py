@@ -464,6 +464,26 @@ def experts_cpu_table(results: list[dict[str, Any]]) -> str:
     return _markdown(head, map(row, result["rows"]))
 
 
+def experts_gpu_table(results: list[dict[str, Any]]) -> str:
+    """A layer of experts on a GPU by tokens: microseconds, against the quickest way in bf16, and the share of the read limit."""
+    (result,) = results
+    tokens = sorted({row["tokens"] for rows in result["rows"].values() for row in rows})
+
+    def cell(found: dict[str, Any]) -> str:
+        share = f", {found['read_us'] / found['us']:.2f}" if found["tokens"] == 1 else ""
+        return f"{found['us']:.0f} ({found['float_us'] / found['us']:.2f}{share})"
+
+    def lines() -> Iterator[tuple[Any, ...]]:
+        for model, rows in result["rows"].items():
+            quickest = {m: min(row["us"] for row in rows if row["weights"] == "bf16" and row["tokens"] == m) for m in tokens}
+            yield model, "`bf16`", *(f"{quickest[m]:.0f}" for m in tokens)
+            for weights in dict.fromkeys(row["weights"] for row in rows if row["weights"] != "bf16"):
+                by_tokens = {row["tokens"]: cell(row) for row in rows if row["weights"] == weights}
+                yield model, f"`{weights}`", *(by_tokens.get(m, "") for m in tokens)
+
+    return _markdown("experts of |weights |" + "|".join(f"{m:,}" for m in tokens), lines())
+
+
 def few_rows_table(results: list[dict[str, Any]]) -> str:
     """How many rows of inputs rounders have to see before they err less than rounding to nearest."""
     (result,) = results
@@ -486,6 +506,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "few_rows": few_rows_table,
     "mixture": mixture_table,
     "experts_cpu": experts_cpu_table,
+    "experts_gpu": experts_gpu_table,
     "accuracy_recovery": accuracy_recovery_table,
     "mixed": mixed_table,
     "quality": quality_table,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,18 @@ from .build import CUDA
 from .prepared_call import Product, SchemeBound, direct, prepared
 from .registry import ALL_PLAIN_SCALES, Call, Kernel, register
 
-__all__ = ["available", "dequant_gemm", "split_int8_gemv", "mixed_gemm", "skinny_gemm", "linear"]
+__all__ = [
+    "available",
+    "dequant_gemm",
+    "contracts_of_mixed_gemm",
+    "hopper_only",
+    "kind_of",
+    "linear",
+    "mixed_gemm",
+    "skinny_gemm",
+    "split_int8_gemv",
+    "FAMILIES",
+]
 
 
 def available() -> str | None:
@@ -44,7 +56,7 @@ def linear(scheme: Scheme) -> Product:
     return product
 
 
-def _kind(scheme: Scheme) -> int:
+def kind_of(scheme: Scheme) -> int:
     """The decoding of a weight in one integer, as ``PackedFormat`` of csrc reads it: each argument costs host time."""
     found, bits, is_e8m0 = scheme.fmt.decoding, scheme.bits, scheme.scale == "e8m0"
     # Bits of a float's exponent, 0 for integers, -1 for a table; and log2 of the inverse of an integer's step.
@@ -59,7 +71,7 @@ def split_int8_gemv(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for one or two rows of ``x`` and a weight in mma_fragment: integers times int8 limbs of ``x``."""
     ops = torch.ops.lowbit_cuda
     of = ops.split_int8_gemv.default, ops.split_int8_gemv_prepare.default, ops.prepared_linear.default
-    return prepared(*of, _kind(scheme))
+    return prepared(*of, kind_of(scheme))
 
 
 @SchemeBound
@@ -67,7 +79,7 @@ def skinny_gemm(scheme: Scheme) -> Product:
     """``x @ W.T + bias`` for at most sixteen rows of ``x`` and a weight in mma_fragment, on the 16-bit tensor cores."""
     ops = torch.ops.lowbit_cuda
     of = ops.skinny_gemm.default, ops.skinny_gemm_prepare.default, ops.prepared_linear.default
-    return prepared(*of, _kind(scheme))
+    return prepared(*of, kind_of(scheme))
 
 
 @SchemeBound
@@ -113,7 +125,7 @@ def dequant_gemm(
     return y
 
 
-def _only_hopper(call: Call) -> str | None:
+def hopper_only(call: Call) -> str | None:
     return (
         None
         if call.arch == 90 and call.k > 0
@@ -160,71 +172,75 @@ for _name, _formats, _scales, _groups, _most in (
     )
 _INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 9))
 _FLOATS = frozenset({"fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3fn", "fp8_e5m2"})
+# What skinny_gemm and mixed_gemm take: the end of a row's name, fields of the row, and whether scales are plain numbers.
+FAMILIES: tuple[tuple[str, dict[str, Any], bool], ...] = tuple(
+    (
+        suffix,
+        {
+            "devices": frozenset({"cuda"}),
+            "layout": "mma_fragment",
+            "formats": formats,
+            "zero_points": frozenset({"none", "int"}),
+            "scales": scales,
+            "groups": groups,
+            "dtypes": frozenset({torch.float16, torch.bfloat16}),
+            "available": available,
+        },
+        scales is ALL_PLAIN_SCALES,
+    )
+    for suffix, formats, scales, groups in (
+        ("", _INTEGERS | _FLOATS | {"nf4"}, ALL_PLAIN_SCALES, _tile_groups),
+        ("_mx", _FLOATS | {"int8", "mxint8"}, _E8M0, _groups_of(32)),
+        ("_nvfp4", _FP4, _E4M3, _groups_of(16)),
+    )
+)
+
+
+def contracts_of_mixed_gemm(first: int, is_plain: bool) -> tuple[tuple[str, str, tuple[int, int | None]], ...]:
+    """The end of the name, contract and range of M of rows of mixed_gemm from M = ``first`` on."""
+    if not is_plain:
+        return (("", "exact", (first, None)),)
+    return ("", "exact", (first, 64)), ("_rounded", "weights rounded once", (65, None))
+
+
 # Hopper's rows come first: they are faster from nine rows of x on.
-for _name, _formats, _scales, _groups in (
-    ("cuda_skinny_gemm", _INTEGERS | _FLOATS | {"nf4"}, ALL_PLAIN_SCALES, _tile_groups),
-    ("cuda_skinny_gemm_mx", _FLOATS | {"int8", "mxint8"}, _E8M0, _groups_of(32)),
-    ("cuda_skinny_gemm_nvfp4", _FP4, _E4M3, _groups_of(16)),
-):
-    for _rows, _contract in (
-        (((9, 64), "exact"), ((65, None), "weights rounded once")) if _scales is ALL_PLAIN_SCALES else (((9, None), "exact"),)
-    ):
+for _suffix, _fields, _is_plain in FAMILIES:
+    for _end, _contract, _rows in contracts_of_mixed_gemm(9, _is_plain):
         register(
             Kernel(
-                _name.replace("skinny_gemm", "mixed_gemm") + ("_rounded" if _contract != "exact" else ""),
+                f"cuda_mixed_gemm{_suffix}{_end}",
                 "linear",
                 mixed_gemm,
                 _contract,
-                devices=frozenset({"cuda"}),
-                layout="mma_fragment",
-                formats=_formats,
-                zero_points=frozenset({"none", "int"}),
-                scales=_scales,
-                groups=_groups,
-                dtypes=frozenset({torch.float16, torch.bfloat16}),
                 m=_rows,
                 arch=90,
-                available=available,
-                predicate=_only_hopper,
+                predicate=hopper_only,
                 tiles=((16, 128, 512), (32, 128, 256), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
+                **_fields,
             )
         )
     register(
         Kernel(
-            _name.replace("skinny_gemm", "dequant_gemm"),
+            f"cuda_dequant_gemm{_suffix}",
             "linear",
             dequant_gemm,
             "weights rounded once",
-            devices=frozenset({"cuda"}),
-            layout="mma_fragment",
-            formats=_formats,
-            zero_points=frozenset({"none", "int"}),
-            scales=_scales,
-            groups=_groups,
-            dtypes=frozenset({torch.bfloat16}),
             m=(65, None),
             arch=90,
-            available=available,
             tiles=((128, 16, 512), (256, 16, 64)),
+            **_fields | {"dtypes": frozenset({torch.bfloat16})},
         )
     )
     register(
         Kernel(
-            _name,
+            f"cuda_skinny_gemm{_suffix}",
             "linear",
             skinny_gemm,
             "exact",
-            devices=frozenset({"cuda"}),
-            layout="mma_fragment",
-            formats=_formats,
-            zero_points=frozenset({"none", "int"}),
-            scales=_scales,
-            groups=_groups,
-            dtypes=frozenset({torch.float16, torch.bfloat16}),
             m=(1, 16),
             arch=80,
-            available=available,
             tiles=((2, 16, 256), (8, 16, 512), (16, 16, 512)),
+            **_fields,
         )
     )
 register(

@@ -19,6 +19,7 @@ __all__ = [
     "codes_linear",
     "dequantize",
     "embedding",
+    "experts_linear",
     "grouped_linear",
     "linear",
     "quantize",
@@ -162,6 +163,27 @@ def grouped_linear(
     return out
 
 
+def experts_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+    experts: Tensor,
+    scheme: Scheme,
+) -> Tensor:
+    """Row i of the result [S, N]: row ``i // (S / len(x))`` of ``x`` times the matrix of expert ``experts[i]`` of ``packed``
+    [E, N, bytes], plus its ``bias`` [E, N]; 0 for an index that is none of 0 .. E - 1."""
+    y = x.new_zeros(len(experts), packed.shape[-2])
+    for e in range(packed.shape[0]):
+        rows = (experts == e).nonzero()[:, 0]
+        if len(rows):
+            zero, tensor_scale, shift = (None if part is None else part[e] for part in (zero_point, outer, bias))
+            y[rows] = linear(x[rows // (len(experts) // len(x))], packed[e], scale[e], zero, tensor_scale, shift, scheme)
+    return y
+
+
 def embedding(
     indices: Tensor,
     packed: Tensor,
@@ -190,6 +212,7 @@ for _run, _contract in (
     (rms_norm_quantize, "round to nearest"),
     (codes_linear, "exact"),
     (grouped_linear, "weights rounded once"),
+    (experts_linear, "weights rounded once"),
     (embedding, "weights rounded once"),
 ):
     register(Kernel(f"reference_{_run.__name__}", _run.__name__, _run, _contract, layout=None))

@@ -49,6 +49,7 @@ __all__ = [
 # reference is last and refuses nothing. Rows that other packages register come first.
 _BACKENDS = (
     "lowbit_kernels.cuda",
+    "lowbit_kernels.cuda_experts",
     "lowbit_kernels.cuda_activations",
     "lowbit_kernels.cpu",
     "lowbit_kernels.cpu_dequant_gemm",

@@ -1,7 +1,7 @@
 """Schemas of the operators, registered when lowbit is imported, so that programs that contain them (torch.export, AOTInductor,
 torch.jit) load and run in a process that has used nothing else of it.
 
-This file and :mod:`.rules` import torch alone. Implementations are in ``OPERATORS`` of ``ops`` and ``fused_norm_quant``, imported
+This file and :mod:`.rules` import torch alone. Implementations are in ``OPERATORS`` of ``ops`` and its like, imported
 at the first use, which takes ten times as long as declaring them.
 """
 
@@ -36,7 +36,7 @@ class Schema(NamedTuple):
 
 _WEIGHT = "Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer"
 _LAST = 'str epilogue="none"'  # a name of :mod:`.epilogues`
-_OPS, _TOKENS = "lowbit_kernels.ops", "lowbit_kernels.fused_norm_quant"
+_OPS, _TOKENS, _EXPERTS = "lowbit_kernels.ops", "lowbit_kernels.fused_norm_quant", "lowbit_kernels.experts"
 
 SCHEMAS: dict[str, Schema] = {
     "linear": Schema(f"(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, {_LAST}) -> Tensor", _OPS),
@@ -45,6 +45,9 @@ SCHEMAS: dict[str, Schema] = {
         _OPS,
     ),
     "grouped_linear": Schema(f"(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, {_LAST}) -> Tensor", _OPS),
+    "experts_linear": Schema(
+        f"(Tensor x, {_WEIGHT}, Tensor? bias, Tensor experts, str scheme, str layout, {_LAST}) -> Tensor", _EXPERTS
+    ),
     "embedding": Schema(f"(Tensor indices, {_WEIGHT}, str scheme, str layout, SymInt k, ScalarType dtype) -> Tensor", _OPS),
     "dequantize": Schema(f"({_WEIGHT}, str scheme, str layout, SymInt k, ScalarType dtype) -> Tensor", _OPS),
     "quantize": Schema("(Tensor w, str scheme, str method) -> (Tensor, Tensor, Tensor, Tensor)", _OPS),

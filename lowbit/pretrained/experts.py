@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..expert_products import grouped_linear
+from ..expert_products import experts_linear, grouped_linear, has_experts_kernel
 from ..experts import expert_weights
 from ..tensor import QTensor
 
@@ -26,11 +26,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """What experts ``self`` make of ``hidden_states`` [T, H]: for each token the sum over its experts ``top_k_index`` [T, k],
     times ``top_k_weights`` [T, k]. An index beyond the experts is one of another process, and adds nothing."""
     tokens, k = top_k_index.shape
+    if all(_has_kernel(self, name, hidden_states) for name in _names(self)):
+        return _without_sorting(self, hidden_states, top_k_index.reshape(-1).long(), top_k_weights)
     chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts]
     ends: list[int] = counts.cumsum(0).tolist()
-    y = _product(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states[order // k], ends)
-    y = _product(self, "down_proj", self._apply_gate(y) if self.has_gate else self.act_fn(y), ends)
+    first, last = _names(self)
+    y = _product(self, first, hidden_states[order // k], ends)
+    y = _product(self, last, self._apply_gate(y) if self.has_gate else self.act_fn(y), ends)
     if self.has_post_expert_norm:
         y = self.post_expert_norm(y)
     y = y * top_k_weights.reshape(-1)[order, None]
@@ -39,6 +42,28 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return y[back].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+
+def _names(self: Any) -> tuple[str, str]:
+    return "gate_up_proj" if self.has_gate else "up_proj", "down_proj"
+
+
+def _has_kernel(self: Any, name: str, x: Tensor) -> bool:
+    weight = getattr(self, name)
+    return isinstance(weight, QTensor) and has_experts_kernel(weight, x)
+
+
+def _without_sorting(self: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """:func:`experts_forward` by kernels that are given the experts of rows, ``experts`` [T k], and need nothing of the host."""
+    first, last = ((getattr(self, name), getattr(self, f"{name}_bias", None) if self.has_bias else None) for name in _names(self))
+    y = experts_linear(x, first[0], experts, first[1])
+    y = experts_linear(self._apply_gate(y) if self.has_gate else self.act_fn(y), last[0], experts, last[1])
+    if self.has_post_expert_norm:
+        y = torch.where((experts < self.num_experts)[:, None], self.post_expert_norm(y), 0)
+    y = y.view(*weights.shape, -1)
+    if weights.dtype == y.dtype:
+        return torch.bmm(weights[:, None], y)[:, 0].to(x.dtype)
+    return (y * weights[..., None]).sum(1).to(x.dtype)
 
 
 def _product(self: Any, name: str, x: Tensor, ends: list[int]) -> Tensor:

@@ -281,6 +281,26 @@ def test_grouped_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.sampled(each="run")
+@pytest.mark.parametrize(("run", "scheme", "case"), linear_cases("experts_linear", FORMS[::2], experts=(1, 3, 9), share=(1, 2)))
+def test_experts_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
+    """Rows choose experts unevenly, the last expert seldom, and some rows an index that is none."""
+    n, k, dtype, experts = case["n"], case["k"], case["dtype"], case["experts"]
+    rows = experts * case["m"]
+    share = case["share"] if rows % case["share"] == 0 else 1
+    weight = make_weight(scheme, experts, n, k)
+    x = make_x(rows // share, k, dtype, case["form"]).reshape(-1, k)
+    bias = make_bias(dtype, experts, n) if case["bias"] else None
+    random = torch.Generator().manual_seed(rows + k)
+    chosen = (torch.rand(rows, generator=random) ** 2 * (experts + 0.2)).long()
+    y = run.do(case["by"], scheme, x, *weight.arranged(run.row.layout, scheme), bias, chosen).cpu()
+    assert y.shape == (rows, n)
+    for e in range(experts):
+        of = (chosen == e).nonzero()[:, 0]
+        assert_product(run, y[of], x[of // share], weight.values[e], None if bias is None else bias[e])
+    assert not y[chosen == experts].any()
+
+
+@pytest.mark.sampled(each="run")
 @pytest.mark.parametrize(
     ("run", "scheme", "case"),
     linear_cases("quantized_linear", FORMS[:-1], activation=activations, static=(False, True)),
@@ -391,6 +411,6 @@ def test_quantize(run: Run, dtype: torch.dtype) -> None:
 
 
 def test_every_operator_with_a_row_is_tested() -> None:
-    tested = {"linear", "grouped_linear", "quantized_linear", "dequantize", "embedding", "quantize"}
+    tested = {"linear", "grouped_linear", "experts_linear", "quantized_linear", "dequantize", "embedding", "quantize"}
     tested |= {"rms_norm_quantize", "codes_linear"}  # in test_fused_norm_quant.py
     assert {row.op for row in kernels()} == tested

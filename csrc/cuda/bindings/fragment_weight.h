@@ -29,10 +29,11 @@ struct FragmentWeight {
   bool has_zero, has_outer, has_bias;
   bool is_uncopied;  // none of them is a copy
 
-  // For products with `x` of k columns; group_size -1: the row. Raises what is wrong with any of them.
+  // For products with `x` of k columns; group_size -1: the row. Raises what is wrong with any of them. With several experts `n`
+  // and `tiles` are those of all, [E N, ...].
   FragmentWeight(const Tensor& x, int64_t columns, const Tensor& packed_any, const Tensor& scale_any,
                 const std::optional<Tensor>& zero_any, const std::optional<Tensor>& outer_any,
-                const std::optional<Tensor>& bias_any, int64_t bits, int64_t group_size, int scale_size)
+                const std::optional<Tensor>& bias_any, int64_t bits, int64_t group_size, int scale_size, int64_t experts = 1)
       : packed(held_dense(packed_any, "packed")), scale(held_dense(scale_any, "scale")), zero(scale), outer(scale), bias(scale) {
     STD_TORCH_CHECK(packed.dim() == 2 && are_codes(packed), "packed must be uint8 [N, bytes]");
     STD_TORCH_CHECK(columns < (int64_t{1} << 31) - 512, "a weight must have fewer than 2^31 - 512 columns, got ", columns);
@@ -53,8 +54,8 @@ struct FragmentWeight {
     if (has_outer) {
       outer = *outer_any;
       check_storage(outer, "outer");
-      STD_TORCH_CHECK(is_beside(outer, x) && outer.numel() == 1 && outer.scalar_type() == ScalarType::Float,
-                      "outer must be one float32 on the device of x");
+      STD_TORCH_CHECK(is_beside(outer, x) && outer.numel() == experts && outer.scalar_type() == ScalarType::Float,
+                      "outer must be one float32 for each weight, on the device of x");
     }
     if (has_bias) {
       bias = held_dense(*bias_any, "bias");

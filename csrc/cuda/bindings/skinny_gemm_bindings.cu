@@ -1,5 +1,5 @@
 // lowbit_cuda::skinny_gemm: checks arguments and launches skinny_gemm.cuh on torch's current stream. skinny_gemm_prepare: only
-// the checks, for prepared_linear.
+// the checks, for prepared_linear. experts_skinny_gemm: the same for rows of x with weights of their own.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../schedule/skinny_gemm_launch.h"
+#include "expert_rows.h"
 #include "prepared_call.h"
 
 namespace {
@@ -47,8 +48,8 @@ struct SkinnyGemmCall {
   bool x_is_half;
 };
 
-cudaError_t launch_prepared(const PreparedCall& prepared, const void* x, void* y, int m, cudaStream_t stream) {
-  auto [a, plan, bits, exponent, x_is_half] = prepared.load_args<SkinnyGemmCall>();
+cudaError_t launch_call(SkinnyGemmCall call, const void* x, void* y, int m, cudaStream_t stream) {
+  auto& [a, plan, bits, exponent, x_is_half] = call;
   a.x = x;
   a.y = y;
   a.m = m;
@@ -58,11 +59,15 @@ cudaError_t launch_prepared(const PreparedCall& prepared, const void* x, void* y
                         : launch_skinny_nf4(a, x_is_half, plan, stream);
 }
 
+cudaError_t launch_prepared(const PreparedCall& prepared, const void* x, void* y, int m, cudaStream_t stream) {
+  return launch_call(prepared.load_args<SkinnyGemmCall>(), x, y, m, stream);
+}
+
 // Calls `then` with the arguments for such a weight and x, and with the tensors to keep until the launch.
 template <class Then>
 Tensor prepare(const Tensor& x, const Tensor& packed, const Tensor& scale, const std::optional<Tensor>& zero_point,
                const std::optional<Tensor>& outer, const std::optional<Tensor>& bias, const PackedFormat& kind, SkinnyGemmPlan plan,
-               Then then) {
+               Then then, int64_t experts = 1) {
   const auto [bits, exponent, group_size, is_signed, scale_is_e8m0, factor] = kind;
   const ScalarType dtype = x.scalar_type();
   STD_TORCH_CHECK(x.is_cuda() && x.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
@@ -77,10 +82,10 @@ Tensor prepare(const Tensor& x, const Tensor& packed, const Tensor& scale, const
   STD_TORCH_CHECK(!zero_point || exponent == 0, "a zero point goes with integers");
   const DeviceGuardIfNeeded guard(x.get_device_index());
   const FragmentWeight weight(x, x.size(x.dim() - 1), packed, scale, zero_point, outer, bias, bits, group_size,
-                             size_of(a.scale_type));
-  a.n = weight.n;
+                             size_of(a.scale_type), experts);
+  a.n = weight.n / experts;
   a.k = weight.k;
-  a.tiles = weight.tiles;
+  a.tiles = weight.tiles / experts;
   a.units_per_row = weight.units_per_row;
   a.unit = weight.unit;
   if (a.k == 0) a.unit.groups = 1;  // without columns there is no scale
@@ -113,6 +118,28 @@ Tensor skinny_gemm_prepare(Tensor x, Tensor packed, Tensor scale, std::optional<
   return prepare(x, packed, scale, zero_point, outer, bias, PackedFormat(kind), {}, bytes_of);
 }
 
+// y [rows, N] of products with experts [E]; the weight is [E N, K], N a multiple of 16.
+void experts_skinny_gemm(Tensor y, Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero_point,
+                         std::optional<Tensor> outer, std::optional<Tensor> bias, Tensor chosen, std::optional<Tensor> segments,
+                         std::optional<Tensor> order, int64_t num_experts, int64_t kind) {
+  const Tensor x = held_dense(x_any, "x");
+  const auto multiply = [&](const PreparedCall& prepared, const FragmentWeight&) {
+    auto call = prepared.load_args<SkinnyGemmCall>();
+    SkinnyGemm& a = call.arguments;
+    a.of_experts = expert_rows(x, y, a.n, num_experts, chosen, segments, order);
+    a.num_experts = static_cast<int>(num_experts);
+    a.busy_segments = busy_segments(y.size(0), num_experts, a.of_experts.max_segments);
+    if (y.size(0) == 0) return y;
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+    const cudaError_t error = launch_call(call, x.const_data_ptr(), y.mutable_data_ptr(), static_cast<int>(y.size(0)),
+                                          static_cast<cudaStream_t>(stream));
+    STD_TORCH_CHECK(error == cudaSuccess, "the kernel could not be launched: ", cudaGetErrorString(error));
+    return y;
+  };
+  prepare(x, packed, scale, zero_point, outer, bias, PackedFormat(kind), {}, multiply, num_experts);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
@@ -121,11 +148,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
       "int warps=0, int stages=0, "
       "int early_stages=0, int cluster_size=0) -> Tensor");
   m.def(
+      "experts_skinny_gemm(Tensor(a!) y, Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, "
+      "Tensor experts, Tensor? segments, Tensor? order, int num_experts, int kind) -> ()");
+  m.def(
       "skinny_gemm_prepare(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int kind) "
       "-> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) {
   m.impl("skinny_gemm", TORCH_BOX(&skinny_gemm_op));
+  m.impl("experts_skinny_gemm", TORCH_BOX(&experts_skinny_gemm));
   m.impl("skinny_gemm_prepare", TORCH_BOX(&skinny_gemm_prepare));
 }

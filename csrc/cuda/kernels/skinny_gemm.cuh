@@ -11,6 +11,9 @@
 // that codes are all it reads. Blocks of a cluster have the same tiles and split the slices, so that each loads only part of x. A
 // block with more slices than warps runs in passes. Copies of weights start before the kernel that writes x has ended (PDL).
 //
+// Products of experts (of_experts): a row of blocks has the rows of y of one expert, at most eight of them (a segment of
+// schedule/segments.h), and begins when the choice of experts has been written.
+//
 // Contract: exact: codes are exact in 16 bits, products of a group are summed in fp32, scales multiply in fp32, one rounding;
 // sums are added in a fixed order.
 // Limit: the bytes of W.
@@ -36,7 +39,7 @@ constexpr bool folds_into_weights = (scales == Scales::e8m0 || scales == Scales:
 template <class F, Scales scales>
 constexpr bool overlaps_x_load = !folds_into_weights<F, scales> || units_per_slice<F> == 1;
 
-template <class F, class T, Scales scales, int run, int octets>
+template <class F, class T, Scales scales, int run, int octets, bool of_experts>
 __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(const __grid_constant__ SkinnyGemm a) {
   constexpr int units_per_slice = cuda::units_per_slice<F>, outputs = outputs_per_tile(octets);
   constexpr bool overlaps_x_load = cuda::overlaps_x_load<F, scales>;
@@ -49,14 +52,27 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
   const int tiles = a.min_tiles + (cluster < a.extra_clusters);
   const int64_t first_tile = static_cast<int64_t>(cluster) * a.min_tiles + min(cluster, a.extra_clusters);
   const int tiles_per_share = (a.min_tiles + a.cluster_size) / a.cluster_size;
-  const uint8_t* weights = a.units + first_tile * a.units_per_row * a.unit.size;
+  launch_dependents();
+  Segment segment = {};
+  if constexpr (of_experts) {
+    wait_for_dependencies();
+    segment = a.of_experts.segment(blockIdx.y, a.num_experts);
+    if (segment.count == 0) {
+      if (a.of_experts.experts)  // a row of no expert is 0
+        for (int64_t n = first_tile * tile_rows + thread; n < min((first_tile + tiles) * tile_rows, a.n); n += threads)
+          static_cast<T*>(a.y)[blockIdx.y * a.n + n] = from_float<T>(0.0f);
+      return;
+    }
+  }
+  const int rows = of_experts ? segment.count : a.m;
+  const int64_t first_of_expert = of_experts ? static_cast<int64_t>(segment.expert) * a.n : 0;  // row of W
+  const uint8_t* weights = a.units + (first_tile + (of_experts ? segment.expert * a.tiles : 0)) * a.units_per_row * a.unit.size;
   const auto slice_in = [&](int pass) { return (block * a.passes + pass) * a.slices_per_pass + place; };
   const auto units_in = [&](int pass) { return min(units_per_slice, a.units_per_row - slice_in(pass) * units_per_slice); };
   const auto bytes_of = [&](int pass, int tile) {  // the first unit of the slice
     return weights + (static_cast<int64_t>(tile) * a.units_per_row + slice_in(pass) * units_per_slice) * a.unit.size;
   };
 
-  launch_dependents();
   if (a.cluster_size > 1) cluster_arrive();
 #if LOWBIT_BULK_COPIES
   const int pitch = a.unit.pitch();
@@ -104,15 +120,16 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
   }
   const typename F::Constants constants = F::constants(a.is_signed, table);
   const int batches = (tiles + a.tiles_per_batch - 1) / a.tiles_per_batch;
-  float factor = a.outer ? a.factor * *a.outer : a.factor;
+  float factor = a.outer ? a.factor * a.outer[segment.expert] : a.factor;
   if constexpr (F::factor != 1) factor *= F::factor;
   const auto write = [&](int tile, int output, float sum) {
     const int64_t n = (first_tile + tile) * tile_rows + output % tile_rows;
     if (n >= a.n) return;
-    if (a.unit.groups == 0) sum *= scale_at(a.scale, a.scale_type, n);
+    if (a.unit.groups == 0) sum *= scale_at(a.scale, a.scale_type, first_of_expert + n);
     sum *= factor;
-    if (a.bias) sum += to_float(static_cast<const T*>(a.bias)[n]);
-    static_cast<T*>(a.y)[output / tile_rows * a.n + n] = from_float<T>(sum);
+    if (a.bias) sum += to_float(static_cast<const T*>(a.bias)[first_of_expert + n]);
+    const int64_t row = of_experts ? a.of_experts.row_of_y(segment.first + output / tile_rows) : output / tile_rows;
+    static_cast<T*>(a.y)[row * a.n + n] = from_float<T>(sum);
   };
   wait_for_dependencies();
 
@@ -120,8 +137,8 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
   for (int pass = 0; pass < a.passes; pass++) {
     const int units = units_in(pass);
     const bool is_last = pass + 1 == a.passes;
-    SliceOfX<octets> slice;
-    slice.start_loads(a, slice_in(pass));
+    SliceOfX<octets, of_experts> slice;
+    slice.start_loads(a, segment, slice_in(pass));
 #if LOWBIT_BULK_COPIES
     if (pass == 0) {  // copies issued earlier would delay the loads of x; by now those have been issued
       int first = a.early_stages;
@@ -132,14 +149,15 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
     }
 #endif
     const auto reorder = [&](int step) {
-      if (step % 2 == 0) slice.reorder(a, slice_in(pass), memory + a.at.x + warp * x_buffer_bytes, step);
+      if (step % 2 == 0) slice.reorder(a, segment, slice_in(pass), memory + a.at.x + warp * x_buffer_bytes, step);
     };
     // is_first: the first tile of a pass, which is multiplied while x is being reordered
     const auto products_of_tile = [&](auto is_first, int tile, float (&sum)[octets][4]) {
       uint32_t zeros = 0x0101u << (F::bits - 1);
       if (F::supports_zero && a.has_zero && a.zero_point) {
         const int64_t n = (first_tile + tile) * tile_rows + lane / 4;
-        zeros = (n < a.n ? a.zero_point[n] : 0) | (n + 8 < a.n ? a.zero_point[n + 8] : 0) << 8;
+        const uint8_t* of_row = a.zero_point + first_of_expert + n;
+        zeros = (n < a.n ? of_row[0] : 0) | (n + 8 < a.n ? of_row[8] : 0) << 8;
       }
 #pragma unroll
       for (int u = 0; u < units_per_slice; u++) {
@@ -204,7 +222,7 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
       __syncthreads();
       for (int i = thread; i < count * outputs; i += threads) {
         const int tile = i / outputs, output = i % outputs, m = output / tile_rows;
-        if (m >= a.m) continue;
+        if (m >= rows) continue;
         float sum = pass ? total[first * outputs + i] : 0;
         const float* slices = sums + tile * a.slices_per_pass * outputs + output;
 #pragma unroll 4
@@ -225,7 +243,7 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
   cluster_wait();
   for (int i = thread; i < tiles_per_share * outputs; i += threads) {
     const int tile = i / outputs * a.cluster_size + block, output = i % outputs;
-    if (tile >= tiles || output / tile_rows >= a.m) continue;
+    if (tile >= tiles || output / tile_rows >= rows) continue;
     float sum = shares[i];
     for (int b = 1; b < a.cluster_size; b++) sum += shares[b * tiles_per_share * outputs + i];
     write(tile, output, sum);

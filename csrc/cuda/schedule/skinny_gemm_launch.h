@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../decode/unit_scales.cuh"
+#include "segments.h"
 
 namespace lowbit::cuda {
 
@@ -26,10 +27,10 @@ struct SkinnyGemm {
   const void* scale;  // [n] where a row is one group, else in the units
   ScaleType scale_type;
   const uint8_t* zero_point;  // [n] where a row is one group with a zero point, else null
-  const float* outer;         // the tensor scale, or null
+  const float* outer;         // the tensor scale (of each expert), or null
   float factor;               // of the format: factor of the values of weight_decoders.cuh
   const void* x;              // [m, k]
-  const void* bias;           // [n] of x's type, or null
+  const void* bias;           // [n] (of each expert) of x's type, or null
   void* y;                    // [m, n]
   int64_t n, tiles, clusters;
   int m, k, units_per_row;
@@ -40,6 +41,8 @@ struct SkinnyGemm {
   int min_tiles, extra_clusters;  // the first extra_clusters clusters have min_tiles + 1 tiles
   int group_shift;                     // log2 of the columns of a group
   SkinnyGemmMemory at;
+  ExpertRows of_experts;  // products of experts: `n` and `tiles` are those of one, m the rows of y
+  int num_experts, busy_segments;  // busy_segments: how many are expected to have rows
   bool is_signed, has_zero, x_on_16_bytes;
 };
 

@@ -227,7 +227,7 @@ def test_warps_that_share_columns_and_tiles(scheme, column_warps, tile_warps, st
     n = 16 * tiles_of_block * torch.cuda.get_device_properties(0).multi_processor_count
     w = tiles(scheme, n, 8192)
     x = torch.randn(1, 8192, dtype=torch.bfloat16, device="cuda")
-    how = cuda._kind(w.scheme), column_warps, tile_warps, stages
+    how = cuda.kind_of(w.scheme), column_warps, tile_warps, stages
     y = torch.ops.lowbit_cuda.split_int8_gemv(x, w.packed, w.scale, w.zero_point, w.outer, None, *how)
     weights = w.dequantize(torch.float64)
     exact = x.double() @ weights.T

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_after_calls_that_did() -> None:
     with pytest.raises(ValueError, match="320"):
         layer(x[:, :300])
     ready = torch.ops.lowbit_cuda.split_int8_gemv_prepare(
-        x, layer.weight.packed, layer.weight.scale, None, None, None, cuda._kind(layer.scheme)
+        x, layer.weight.packed, layer.weight.scale, None, None, None, cuda.kind_of(layer.scheme)
     )
     multiply = torch.ops.lowbit_cuda.prepared_linear
     assert torch.equal(multiply(x, ready), layer(x))
