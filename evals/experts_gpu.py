@@ -4,8 +4,8 @@
 
 The experts are those of Mixtral-8x7B (E 8, top 2, H 4,096, I 14,336) and Qwen3-30B-A3B (E 128, top 8, H 2,048, I 768) with random
 weights; each token chooses experts of its own, in turn, so that the cache holds hardly any of what is read. A sweep of calls is
-one CUDA graph, interleaved with a sweep of bf16's quickest implementation. The whole layer is timed behind the router: both products,
-the activation between them and the weighted sum.
+one CUDA graph, interleaved with a sweep of bf16's quickest implementation. The whole layer is timed behind the router: both
+products, the activation between them and the weighted sum.
 """
 
 from __future__ import annotations

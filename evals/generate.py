@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import nn
 
 from lowbit import QEmbedding, QLinear, fuse_, quantize_
+from lowbit.experts import expert_weights
 from lowbit.layer_config import LayerConfig
 from lowbit.recipe import Recipe, Rule, block_counts
 
@@ -130,11 +131,16 @@ def _forget(device: torch.device) -> None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes that a token reads of ``model``: its parameters, each once, and no table but one that the head reads too."""
+    """Bytes that a token reads of ``model``: its parameters, each once, those of the experts that it chooses, and no table but one
+    that the head reads too."""
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, QEmbedding))]
     linear = {id(p) for m in model.modules() if isinstance(m, (nn.Linear, QLinear)) for p in m.parameters(recurse=False)}
     skipped = {id(p) for module in tables for p in module.parameters(recurse=False)} - linear
-    return sum(p.nbytes for p in model.parameters() if id(p) not in skipped)
+    experts = {id(module._parameters[leaf]) for module in model.modules() for leaf in expert_weights(module)}
+    config: Any = getattr(model, "config", None)
+    share = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", getattr(config, "num_local_experts", 1))
+    sizes = ((p, p.nbytes) for p in model.parameters() if id(p) not in skipped)
+    return round(sum(size * share if id(p) in experts else size for p, size in sizes))
 
 
 # ---- one model -------------------------------------------------------------------------------------------------------

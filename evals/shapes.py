@@ -20,20 +20,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
         "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+    },
     "tiny": _LLAMA_3 | {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
 }  # fmt: skip
-"""Configurations of ``transformers.LlamaConfig`` by name."""
+"""Configurations of transformers' models by name, of Llama where no ``model_type`` is said."""
 
 
 def outlined(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The model of :data:`SHAPES` called ``name`` without numbers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.for_model(**{"model_type": "llama", **SHAPES[name]}, dtype=dtype)
     with torch.device("meta"):
-        return LlamaForCausalLM._from_config(LlamaConfig(**SHAPES[name], dtype=dtype), dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
