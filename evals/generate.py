@@ -131,8 +131,8 @@ def _forget(device: torch.device) -> None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes that a token reads of ``model``: its parameters, each once, those of the experts that it chooses, and no table but one
-    that the head reads too."""
+    """Bytes that a token reads of ``model``: its parameters, each once, of experts those that it chooses, no table but one that
+    the head reads too."""
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, QEmbedding))]
     linear = {id(p) for m in model.modules() if isinstance(m, (nn.Linear, QLinear)) for p in m.parameters(recurse=False)}
     skipped = {id(p) for module in tables for p in module.parameters(recurse=False)} - linear

@@ -43,6 +43,6 @@ def _rule(operator: Any, device: str) -> Callable[..., Tensor]:
     return product
 
 
-for _name in ("linear", "quantized_linear", "grouped_linear"):
+for _name in ("linear", "quantized_linear", "grouped_linear", "experts_linear"):
     for _device, _key in _KEYS.items():
         _LIBRARY.impl(_name, _rule(getattr(torch.ops.lowbit, _name).default, _device), _key)

@@ -10,12 +10,15 @@ from torch import Tensor
 from lowbit.scheme import Scheme
 
 from . import epilogues
+from .gradients import CONSTANT
 from .ops import _check_weight, _check_x, _like, _likes, call_for, on_one_device
 from .registry import Call, run
-from .rules import refused
+from .rules import Rule, save
 from .schemas import Operator
 
 __all__ = ["OPERATORS", "experts_call"]
+
+_X, _BIAS, _EXPERTS = 0, 5, 6  # places among the arguments
 
 
 def experts_call(
@@ -68,8 +71,57 @@ def _fake(x: Tensor, packed: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((rest[4].shape[0], packed.shape[-2]))
 
 
-OPERATORS: dict[str, Operator] = {
-    "experts_linear": Operator(
-        _experts_linear, _fake, refused("experts_linear has no gradient: multiply the rows of each expert by lowbit::linear")
-    )
-}
+# ---- gradients -------------------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, packed, scale, zero_point, outer, bias, experts, scheme, layout, epilogue = inputs
+    save(ctx, packed, scale, zero_point, outer, experts, *([] if epilogue == "none" else [x, bias]))
+    ctx.scheme, ctx.layout, ctx.epilogue, ctx.x = scheme, layout, epilogue, (x.shape, x.dtype)
+    ctx.constant = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in (_X, _BIAS, _EXPERTS)]
+
+
+def _past_epilogue(ctx: Any, weight: tuple[Any, ...], experts: Tensor, before: list[Any], grad: Tensor) -> Tensor:
+    if not before:
+        return grad
+    x, bias = before
+    y = torch.ops.lowbit.experts_linear(x, *weight, bias, experts, ctx.scheme, ctx.layout)
+    return epilogues.epilogue(ctx.epilogue).backward(grad, y)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad[1:]
+    if any(needs[i] for i in ctx.constant):
+        raise RuntimeError(CONSTANT)
+    *parts, experts, x, bias = (*ctx.saved_tensors, None, None)[:7]
+    weight = tuple(parts)
+    grad = _past_epilogue(ctx, weight, experts, [] if ctx.epilogue == "none" else [x, bias], grad)
+    (count, k), dtype = ctx.x
+    rows, biases = grad.new_zeros(len(experts), k), []
+    for e in range(weight[0].shape[0]):  # without a look at the choices, which transforms of torch.func forbid
+        of_expert = torch.where((experts == e)[:, None], grad, 0)
+        if needs[_X]:
+            matrix = (None if part is None else part[e] for part in weight)
+            rows = rows + of_expert @ torch.ops.lowbit.dequantize(*matrix, ctx.scheme, ctx.layout, k, dtype)
+        biases.append(of_expert.sum(0))
+    found: list[Tensor | None] = [None] * len(needs)
+    if needs[_X]:
+        found[_X] = rows.view(count, len(experts) // max(count, 1), k).sum(1)
+    if needs[_BIAS]:
+        found[_BIAS] = torch.stack(biases)
+    return tuple(found)
+
+
+def _jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    if any(tangents[i] is not None for i in ctx.constant):
+        raise RuntimeError(CONSTANT)
+    *parts, experts, x, bias = (*ctx.saved_tensors, None, None)[:7]
+    weight, (shape, dtype) = tuple(parts), ctx.x
+    of_x, of_bias = tangents[_X], tangents[_BIAS]
+    if of_x is None:
+        of_x = torch.zeros(shape, dtype=dtype, device=experts.device)
+    found = torch.ops.lowbit.experts_linear(of_x, *weight, of_bias, experts, ctx.scheme, ctx.layout)
+    return _past_epilogue(ctx, weight, experts, [] if ctx.epilogue == "none" else [x, bias], found)
+
+
+OPERATORS: dict[str, Operator] = {"experts_linear": Operator(_experts_linear, _fake, Rule(_setup, _backward, _jvp))}

@@ -16,6 +16,11 @@ def _of_product(x: torch.Size, packed: torch.Size, *rest: Any, **named: Any) -> 
     return 2 * math.prod(x) * packed[-2]
 
 
+def _of_experts(x: torch.Size, packed: torch.Size, *rest: Any, **named: Any) -> int:
+    """Rows of ``x`` [..., K] times matrices of N rows, one for each of the experts, whose shape [S] is the seventh."""
+    return 2 * math.prod(rest[4]) * x[-1] * packed[-2]
+
+
 def _of_codes(codes: torch.Size, x_scale: torch.Size, packed: torch.Size, *rest: Any, **named: Any) -> int:
     """Quantized tokens [..., bytes]; K and the dtype of the result are the last arguments."""
     return 2 * math.prod(codes[:-1]) * int(rest[-2]) * packed[-2]
@@ -27,6 +32,7 @@ def register(counter: ModuleType) -> None:
         ("linear", _of_product),
         ("quantized_linear", _of_product),
         ("grouped_linear", _of_product),
+        ("experts_linear", _of_experts),
         ("codes_linear", _of_codes),
     ):
         operator = getattr(torch.ops.lowbit, name)

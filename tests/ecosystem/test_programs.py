@@ -97,6 +97,7 @@ def one_of_each() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
         "linear": ((x, *weight), (None, None, *how)),
         "quantized_linear": ((x, *weight), (None, None, *how, INT8, None)),
         "grouped_linear": ((x, *experts), (None, None, *how)),
+        "experts_linear": ((x[0], *experts), (None, None, torch.zeros(len(x[0]), dtype=torch.long), *how)),
         "embedding": ((torch.arange(5), *weight), (None, *how, 40, torch.float32)),
         "dequantize": (weight, (None, *how, 40, torch.float32)),
         "quantize": ((x,), (how[0], "range")),
@@ -151,9 +152,9 @@ def test_a_package_of_aot_inductor(tmp_path: Path) -> None:
 
 def test_what_importing_registers_is_what_is_meant() -> None:
     """Every operator that is named has a meaning, which has an autograd rule."""
-    from lowbit_kernels import fused_norm_quant, ops, versions
+    from lowbit_kernels import experts, fused_norm_quant, ops, versions
 
-    meant = ops.OPERATORS | fused_norm_quant.OPERATORS | versions.OPERATORS
+    meant = ops.OPERATORS | experts.OPERATORS | fused_norm_quant.OPERATORS | versions.OPERATORS
     assert meant.keys() == SCHEMAS.keys() == set(lowbit_operators())
     for name, schema in SCHEMAS.items():
         assert sys.modules[schema.module].OPERATORS[name] is meant[name]

@@ -42,7 +42,7 @@ class Case:
 
     @property
     def weight(self) -> QTensor:
-        shape = (E, N, K) if self.op == "grouped_linear" else (N, K)
+        shape = (E, N, K) if self.op in ("grouped_linear", "experts_linear") else (N, K)
         return QTensor.quantize(numbers(*shape), Scheme.parse(self.scheme)).to_layout(self.layout)
 
     def bind(self, dtype: torch.dtype = torch.float32) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
@@ -55,10 +55,16 @@ class Case:
             return lambda bias: operator(codes, scale, *parts, bias, *how, self.activation, K, dtype), (bias,)
         if self.op == "grouped_linear":
             bias, x = numbers(E, N, dtype=dtype), numbers(E, 4, K, dtype=dtype)
+        elif self.op == "experts_linear":
+            bias, x = numbers(E, N, dtype=dtype), numbers(4, K, dtype=dtype)
+            return lambda x, bias: operator(x, *parts, bias, CHOSEN, *how, self.epilogue), (x, bias)
         else:
             x = numbers(2, 4, K, dtype=dtype)
         rounded = () if self.activation is None else (self.activation, torch.tensor(0.03) if self.static else None)
         return lambda x, bias: operator(x, *parts, bias, *how, *rounded, self.epilogue), (x, bias)
+
+
+CHOSEN = torch.arange(8) % (E + 1)  # experts of the rows of experts_linear, and an index that is none
 
 
 def _cases() -> Iterator[Case]:
@@ -73,6 +79,8 @@ def _cases() -> Iterator[Case]:
     yield Case("quantized_linear", SCHEMES[3], activation=ACTIVATIONS[0], static=True, epilogue="gelu")
     yield from (Case("grouped_linear", scheme) for scheme in SCHEMES)
     yield Case("grouped_linear", epilogue="silu")
+    yield from (Case("experts_linear", scheme) for scheme in SCHEMES)
+    yield Case("experts_linear", epilogue="silu")
 
 
 CASES = tuple(_cases())
@@ -202,7 +210,7 @@ def test_layers_and_tensors_are_recomputed(activation: Scheme | None, reentrant:
 
 # ---- gradients of gradients, and what transforms ask -------------------------------------------------------------
 
-SMOOTH = tuple(case for case in CASES if case.op in ("linear", "grouped_linear") and case.layout == "canonical")
+SMOOTH = tuple(case for case in CASES if case.op in ("linear", "grouped_linear", "experts_linear") and case.layout == "canonical")
 smooth_cases = pytest.mark.parametrize("case", SMOOTH, ids=lambda case: f"{case.op}-{case.scheme}-{case.epilogue}")
 
 
@@ -215,6 +223,10 @@ def dense(case: Case) -> Callable[..., Tensor]:
     }[case.epilogue]  # fmt: skip
 
     def product(x: Tensor, bias: Tensor) -> Tensor:
+        if case.op == "experts_linear":
+            y = x.repeat_interleave(2, 0) @ weight.mT + bias.unsqueeze(-2)
+            chosen = torch.nn.functional.one_hot(CHOSEN, E + 1)[:, :E].T
+            return end((y * chosen[..., None]).sum(0))
         return end(x @ weight.mT + (bias.unsqueeze(-2) if weight.dim() > 2 else bias))
 
     return product
