@@ -380,3 +380,66 @@ def test_products_with_all_experts_run_on_a_row_of_the_cpu_that_reads_the_chosen
     (ran,) = trace.counts
     assert ran.kernel.startswith("cpu_grouped")
     assert bool(((y.double() - want).abs() <= linear_bound(ran.contract, wide, dense, shift, want, x.dtype)).all())
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def run_of_experts(module: Any, tokens: int, implementation: str) -> Tensor:
+    """What ``module`` makes of random tokens that chose two experts each, the last expert seldom."""
+    generator = torch.Generator().manual_seed(tokens)
+    weight = next(module.parameters())
+    x = torch.randn(tokens, 64, generator=generator).to(weight.device, weight.dtype)
+    chosen = torch.stack([torch.randperm(7, generator=generator)[:2] for _ in range(tokens)])
+    chosen[0, 0] = 7
+    shares = torch.rand(tokens, 2, generator=generator).to(x)
+    module.config._experts_implementation_internal = implementation
+    with torch.no_grad():
+        return module(x, chosen.to(x.device), shares)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", ["int4", "int8", "int3", "nf4", "fp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_on_a_gpu_are_as_exact_as_products_with_their_dequantized_weights(
+    name: str, scheme: str, dtype: torch.dtype
+) -> None:
+    """The error is at most twice that of torch's products with the same weights in the same dtype. Nothing waits for the host."""
+    model = build(name, dtype).cuda()
+    quantize_(model, {"*experts*": scheme})
+    module: Any = next(m for m in model.modules() if any(isinstance(p, QTensor) for p in m._parameters.values()))
+    reference = copy.deepcopy(module)
+    for leaf, parameter in reference._parameters.items():
+        if isinstance(parameter, QTensor):
+            reference._parameters[leaf] = nn.Parameter(parameter.dequantize(torch.float64), requires_grad=False)
+    exact = reference.double()
+    rounded = copy.deepcopy(reference).to(dtype)
+    for tokens in (1, 3, 40, 700):
+        with lowbit.trace_kernels() as trace:
+            y = run_of_experts(module, tokens, "lowbit")
+        assert all("experts" in kernel for kernel in trace.kernels()), trace
+        want = run_of_experts(exact, tokens, "eager")
+        bound = 2 * (run_of_experts(rounded, tokens, "eager").double() - want).abs().max()
+        assert bool(((y.double() - want).abs() <= bound).all()), tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+def test_a_graph_captures_experts(tokens: int) -> None:
+    model = build("qwen3_moe", torch.bfloat16).cuda()
+    quantize_(model, {"*experts*": "int4"})
+    module: Any = next(m for m in model.modules() if any(isinstance(p, QTensor) for p in m._parameters.values()))
+    module.config._experts_implementation_internal = "lowbit"
+    x, shares = torch.randn(tokens, 64, device="cuda").bfloat16(), torch.rand(tokens, 2, device="cuda").bfloat16()
+    chosen = torch.zeros(tokens, 2, dtype=torch.long, device="cuda")
+    chosen[:, 1] = 1
+    with torch.no_grad():
+        module(x, chosen, shares)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = module(x, chosen, shares)
+        for seed in range(3):  # other experts in each replay
+            chosen.copy_(torch.randint(0, 9, chosen.shape, generator=torch.Generator().manual_seed(seed)))
+            graph.replay()
+            assert torch.equal(y, module(x, chosen, shares))
