@@ -20,15 +20,15 @@ aten = torch.ops.aten
 
 
 def has_experts_kernel(weight: QTensor, x: Tensor) -> bool:
-    """Whether :func:`experts_linear` has a kernel for ``weight`` [E, N, K], which does not wait for the device and has no
-    gradient."""
+    """Whether :func:`experts_linear` has a kernel for ``weight`` [E, N, K] or its transpose, which does not wait for the device
+    and has no gradient."""
     trains = torch.is_grad_enabled() and (x.requires_grad or weight._trains)
-    return weight.byte_layout == "mma_fragment" and not weight.transposed and weight._stored_shape[-2] % 16 == 0 and not trains
+    return weight.byte_layout == "mma_fragment" and weight._stored_shape[-2] % 16 == 0 and not trains
 
 
 def experts_linear(x: Tensor, weight: QTensor, experts: Tensor, bias: Tensor | None = None) -> Tensor:
     """Row i of the result [S, N]: row ``i // (S / len(x))`` of ``x`` times the matrix of expert ``experts[i]`` in ``weight``
-    [E, N, K], plus its ``bias`` [E, N].
+    [E, N, K] or its transpose, plus its ``bias`` [E, N].
 
     ``experts`` [S] is int64 on the device of ``x``; an index that is none of 0 .. E - 1 gives a row of zeros.
     """
