@@ -139,7 +139,9 @@ def measure(
                     "float": quickest[m][0], "float_us": times.baseline_us, "bytes": size, "read_us": limits(size).us,
                     "kernels": sorted(trace.kernels()),
                 }  # fmt: skip
-                if isinstance(experts.gate_up_proj, QTensor) and has_experts_kernel(experts.gate_up_proj, inputs[m]):
+                if isinstance(experts.gate_up_proj, QTensor) and has_experts_kernel(
+                    experts.gate_up_proj, inputs[m], m * shape["top_k"]
+                ):
                     between = torch.randn(m * shape["top_k"], shape["intermediate"], device=device).bfloat16()
                     alone = [partial(_products, experts, picked.flatten(), between) for picked, _ in chosen]
                     row["products_us"] = timed(alone, inputs[m], settle_clock=heavy).us

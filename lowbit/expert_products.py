@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from lowbit_kernels.ops import call_for
+from lowbit_kernels.registry import NoKernelError, select
+
 from .qtensor import QTensor
 from .tensor_ops import _transpose
 from .tensor_products import _Untrained, product
@@ -19,11 +22,19 @@ __all__ = ["ATEN", "FUNCTIONS", "batched_linear", "experts_linear", "grouped_lin
 aten = torch.ops.aten
 
 
-def has_experts_kernel(weight: QTensor, x: Tensor) -> bool:
-    """Whether :func:`experts_linear` has a kernel for ``weight`` [E, N, K] or its transpose, which does not wait for the device
-    and has no gradient."""
-    trains = torch.is_grad_enabled() and (x.requires_grad or weight._trains)
-    return weight.byte_layout == "mma_fragment" and weight._stored_shape[-2] % 16 == 0 and not trains
+def has_experts_kernel(weight: QTensor, x: Tensor, rows: int) -> bool:
+    """Whether :func:`experts_linear` has a kernel for ``weight`` [E, N, K] or its transpose and so many ``rows``, which waits for
+    no device and has no gradient."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight._trains):
+        return False
+    experts, n, k = weight._stored_shape
+    if is_compiling():  # a layout is chosen where its kernels are
+        return weight.byte_layout == "mma_fragment" and n % 16 == 0
+    call = call_for("experts_linear", weight.scheme, weight.byte_layout, x.device, x.dtype, -(-rows // max(experts, 1)), n, k)
+    try:
+        return not select(call).name.startswith("reference")
+    except NoKernelError:
+        return False
 
 
 def experts_linear(x: Tensor, weight: QTensor, experts: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -33,7 +44,7 @@ def experts_linear(x: Tensor, weight: QTensor, experts: Tensor, bias: Tensor | N
     ``experts`` [S] is int64 on the device of ``x``; an index that is none of 0 .. E - 1 gives a row of zeros.
     """
     parts = (weight.packed, weight.scale, weight.zero_point, weight._outer)
-    return torch.ops.lowbit.experts_linear(x, *parts, bias, experts, weight.scheme_str, weight.byte_layout)
+    return torch.ops.lowbit.experts_linear(x, *parts, bias, weight.scheme_str, weight.byte_layout, experts)
 
 
 def grouped_linear(x: Tensor, weight: QTensor, ends: Sequence[int], bias: Tensor | None = None) -> Tensor:

@@ -43,8 +43,8 @@ def skinny_gemm(scheme: Scheme) -> Product:
         zero: Tensor | None,
         outer: Tensor | None,
         bias: Tensor | None,
-        experts: Tensor,
         scheme: Scheme,
+        experts: Tensor,
     ) -> Tensor:
         number, n, rows = packed.shape[0], packed.shape[1], len(experts)
         new, order, segments = x.new_empty, None, None
@@ -75,8 +75,8 @@ def mixed_gemm(scheme: Scheme) -> Product:
         zero: Tensor | None,
         outer: Tensor | None,
         bias: Tensor | None,
-        experts: Tensor,
         scheme: Scheme,
+        experts: Tensor,
     ) -> Tensor:
         number, n, rows = packed.shape[0], packed.shape[1], len(experts)
         mean = -(-rows // number)

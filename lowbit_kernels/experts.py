@@ -18,7 +18,7 @@ from .schemas import Operator
 
 __all__ = ["OPERATORS", "experts_call"]
 
-_X, _BIAS, _EXPERTS = 0, 5, 6  # places among the arguments
+_X, _BIAS, _EXPERTS = 0, 5, 8  # places among the arguments
 
 
 def experts_call(
@@ -55,27 +55,27 @@ def _experts_linear(
     zero_point: Tensor | None,
     outer: Tensor | None,
     bias: Tensor | None,
-    experts: Tensor,
     scheme: str,
     layout: str,
+    experts: Tensor,
     epilogue: str = "none",
 ) -> Tensor:
     spec, weight = Scheme.parse(scheme), (packed, scale, zero_point, outer)
-    return run(experts_call(x, *weight, bias, experts, spec, layout, epilogue), x, *weight, bias, experts, spec)
+    return run(experts_call(x, *weight, bias, experts, spec, layout, epilogue), x, *weight, bias, spec, experts)
 
 
 def _fake(x: Tensor, packed: Tensor, *rest: Any) -> Tensor:
     if x.device != packed.device:
         raise ValueError(f"x is on {x.device} and the weight on {packed.device}: move one of them")
     on_one_device(packed, *rest)
-    return x.new_empty((rest[4].shape[0], packed.shape[-2]))
+    return x.new_empty((rest[6].shape[0], packed.shape[-2]))
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, packed, scale, zero_point, outer, bias, experts, scheme, layout, epilogue = inputs
+    x, packed, scale, zero_point, outer, bias, scheme, layout, experts, epilogue = inputs
     save(ctx, packed, scale, zero_point, outer, experts, *([] if epilogue == "none" else [x, bias]))
     ctx.scheme, ctx.layout, ctx.epilogue, ctx.x = scheme, layout, epilogue, (x.shape, x.dtype)
     ctx.constant = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in (_X, _BIAS, _EXPERTS)]
@@ -85,7 +85,7 @@ def _past_epilogue(ctx: Any, weight: tuple[Any, ...], experts: Tensor, before: l
     if not before:
         return grad
     x, bias = before
-    y = torch.ops.lowbit.experts_linear(x, *weight, bias, experts, ctx.scheme, ctx.layout)
+    y = torch.ops.lowbit.experts_linear(x, *weight, bias, ctx.scheme, ctx.layout, experts)
     return epilogues.epilogue(ctx.epilogue).backward(grad, y)
 
 
@@ -120,7 +120,7 @@ def _jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
     of_x, of_bias = tangents[_X], tangents[_BIAS]
     if of_x is None:
         of_x = torch.zeros(shape, dtype=dtype, device=experts.device)
-    found = torch.ops.lowbit.experts_linear(of_x, *weight, of_bias, experts, ctx.scheme, ctx.layout)
+    found = torch.ops.lowbit.experts_linear(of_x, *weight, of_bias, ctx.scheme, ctx.layout, experts)
     return _past_epilogue(ctx, weight, experts, [] if ctx.epilogue == "none" else [x, bias], found)
 
 

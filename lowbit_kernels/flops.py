@@ -17,8 +17,8 @@ def _of_product(x: torch.Size, packed: torch.Size, *rest: Any, **named: Any) -> 
 
 
 def _of_experts(x: torch.Size, packed: torch.Size, *rest: Any, **named: Any) -> int:
-    """Rows of ``x`` [..., K] times matrices of N rows, one for each of the experts, whose shape [S] is the seventh."""
-    return 2 * math.prod(rest[4]) * x[-1] * packed[-2]
+    """Rows of ``x`` [..., K] times matrices of N rows, one for each of the experts, whose shape [S] is the ninth."""
+    return 2 * math.prod(rest[6]) * x[-1] * packed[-2]
 
 
 def _of_codes(codes: torch.Size, x_scale: torch.Size, packed: torch.Size, *rest: Any, **named: Any) -> int:

@@ -170,8 +170,8 @@ def experts_linear(
     zero_point: Tensor | None,
     outer: Tensor | None,
     bias: Tensor | None,
-    experts: Tensor,
     scheme: Scheme,
+    experts: Tensor,
 ) -> Tensor:
     """Row i of the result [S, N]: row ``i // (S / len(x))`` of ``x`` times the matrix of expert ``experts[i]`` of ``packed``
     [E, N, bytes], plus its ``bias`` [E, N]; 0 for an index that is none of 0 .. E - 1."""

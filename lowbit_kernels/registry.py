@@ -55,6 +55,7 @@ _BACKENDS = (
     "lowbit_kernels.cpu_dequant_gemm",
     "lowbit_kernels.cpu_interleaved",
     "lowbit_kernels.cpu_grouped",
+    "lowbit_kernels.cpu_experts",
     "lowbit_kernels.cpu_quantize",
     "lowbit_kernels.triton",
     "lowbit_kernels.reference",

@@ -46,7 +46,7 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "grouped_linear": Schema(f"(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, {_LAST}) -> Tensor", _OPS),
     "experts_linear": Schema(
-        f"(Tensor x, {_WEIGHT}, Tensor? bias, Tensor experts, str scheme, str layout, {_LAST}) -> Tensor", _EXPERTS
+        f"(Tensor x, {_WEIGHT}, Tensor? bias, str scheme, str layout, Tensor experts, {_LAST}) -> Tensor", _EXPERTS
     ),
     "embedding": Schema(f"(Tensor indices, {_WEIGHT}, str scheme, str layout, SymInt k, ScalarType dtype) -> Tensor", _OPS),
     "dequantize": Schema(f"({_WEIGHT}, str scheme, str layout, SymInt k, ScalarType dtype) -> Tensor", _OPS),

@@ -26,7 +26,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """What experts ``self`` make of ``hidden_states`` [T, H]: for each token the sum over its experts ``top_k_index`` [T, k],
     times ``top_k_weights`` [T, k]. An index beyond the experts is one of another process, and adds nothing."""
     tokens, k = top_k_index.shape
-    if all(_has_kernel(self, name, hidden_states) for name in _names(self)):
+    if all(_has_kernel(self, name, hidden_states, tokens * k) for name in _names(self)):
         return _without_sorting(self, hidden_states, top_k_index.reshape(-1).long(), top_k_weights)
     chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts]
@@ -48,9 +48,9 @@ def _names(self: Any) -> tuple[str, str]:
     return "gate_up_proj" if self.has_gate else "up_proj", "down_proj"
 
 
-def _has_kernel(self: Any, name: str, x: Tensor) -> bool:
+def _has_kernel(self: Any, name: str, x: Tensor, rows: int) -> bool:
     weight = getattr(self, name)
-    return isinstance(weight, QTensor) and has_experts_kernel(weight, x)
+    return isinstance(weight, QTensor) and has_experts_kernel(weight, x, rows)
 
 
 def _without_sorting(self: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def one_of_each() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
         "linear": ((x, *weight), (None, None, *how)),
         "quantized_linear": ((x, *weight), (None, None, *how, INT8, None)),
         "grouped_linear": ((x, *experts), (None, None, *how)),
-        "experts_linear": ((x[0], *experts), (None, None, torch.zeros(len(x[0]), dtype=torch.long), *how)),
+        "experts_linear": ((x[0], *experts), (None, None, *how, torch.zeros(len(x[0]), dtype=torch.long))),
         "embedding": ((torch.arange(5), *weight), (None, *how, 40, torch.float32)),
         "dequantize": (weight, (None, *how, 40, torch.float32)),
         "quantize": ((x,), (how[0], "range")),

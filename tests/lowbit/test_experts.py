@@ -236,6 +236,9 @@ def test_only_experts_that_tokens_chose_are_read(name: str, implementation: str)
     with lowbit.trace_kernels() as trace, torch.no_grad():
         moe(torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0)))
     chosen = 1 if name == "llama4" else 2
+    if implementation == "lowbit" and name != "llama4":  # one product for all of them
+        assert trace.kernels() == {"cpu_experts_interleaved_split_int8x3_gemv": 2}
+        return
     shapes = [(r.n, r.k) for r, count in trace.counts.items() for _ in range(count) if r.op == "linear"]
     assert shapes.count((192, 64)) == chosen
     assert shapes.count((64, 96)) == chosen + (name == "llama4")  # and its shared expert's

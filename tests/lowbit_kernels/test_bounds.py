@@ -45,7 +45,7 @@ def calls(scheme: str) -> dict[str, list[Any]]:
         "lowbit.quantized_linear": [x, *weight, bias, scheme, "canonical", activation, torch.tensor(0.5)],
         "lowbit.grouped_linear": [x.expand(2, 3, K).clone(), *parts(scheme, 2), bias.repeat(2, 1), scheme, "canonical"],
         "lowbit.experts_linear": [
-            x, *parts(scheme, 2), bias.repeat(2, 1), torch.tensor([0, 1, 1, 0, 0, 1]), scheme, "canonical"
+            x, *parts(scheme, 2), bias.repeat(2, 1), scheme, "canonical", torch.tensor([0, 1, 1, 0, 0, 1])
         ],
         "lowbit.embedding": [torch.arange(3), *weight, scheme, "canonical", K, torch.float32],
         "lowbit.dequantize": [*weight, scheme, "canonical", K, torch.float32],

@@ -57,7 +57,7 @@ class Case:
             bias, x = numbers(E, N, dtype=dtype), numbers(E, 4, K, dtype=dtype)
         elif self.op == "experts_linear":
             bias, x = numbers(E, N, dtype=dtype), numbers(4, K, dtype=dtype)
-            return lambda x, bias: operator(x, *parts, bias, CHOSEN, *how, self.epilogue), (x, bias)
+            return lambda x, bias: operator(x, *parts, bias, *how, CHOSEN, self.epilogue), (x, bias)
         else:
             x = numbers(2, 4, K, dtype=dtype)
         rounded = () if self.activation is None else (self.activation, torch.tensor(0.03) if self.static else None)

@@ -292,7 +292,7 @@ def test_experts_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
     bias = make_bias(dtype, experts, n) if case["bias"] else None
     random = torch.Generator().manual_seed(rows + k)
     chosen = (torch.rand(rows, generator=random) ** 2 * (experts + 0.2)).long()
-    y = run.do(case["by"], scheme, x, *weight.arranged(run.row.layout, scheme), bias, chosen).cpu()
+    y = run.do(case["by"], scheme, x, *weight.arranged(run.row.layout, scheme), bias, rest=(chosen,)).cpu()
     assert y.shape == (rows, n)
     for e in range(experts):
         of = (chosen == e).nonzero()[:, 0]
