@@ -24,7 +24,7 @@ SKINNY_ROWS = 8  # rows of an expert in a block of skinny_gemm
 
 def _as_one(packed: Tensor, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
     """[E, N, ...] of each as [E N, ...]."""
-    return tuple(None if part is None else part.reshape(-1, *part.shape[2:]) for part in (packed, *parts))
+    return tuple(None if part is None else part.flatten(0, 1) for part in (packed, *parts))
 
 
 @SchemeBound

@@ -34,7 +34,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     first, last = _names(self)
     y = _product(self, first, hidden_states[order // k], ends)
     y = _product(self, last, self._apply_gate(y) if self.has_gate else self.act_fn(y), ends)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # not known to every transformers 5
         y = self.post_expert_norm(y)
     y = y * top_k_weights.reshape(-1)[order, None]
     if ends[-1] < len(order):
@@ -58,7 +58,7 @@ def _without_sorting(self: Any, x: Tensor, experts: Tensor, weights: Tensor) -> 
     first, last = ((getattr(self, name), getattr(self, f"{name}_bias", None) if self.has_bias else None) for name in _names(self))
     y = experts_linear(x, first[0], experts, first[1])
     y = experts_linear(self._apply_gate(y) if self.has_gate else self.act_fn(y), last[0], experts, last[1])
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # not known to every transformers 5
         y = torch.where((experts < self.num_experts)[:, None], self.post_expert_norm(y), 0)
     y = y.view(*weights.shape, -1)
     if weights.dtype == y.dtype:
