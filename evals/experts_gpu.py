@@ -1,4 +1,4 @@
-"""Tokens through a layer of experts on a GPU, quantized and in bf16: the table of experts on a GPU.
+"""Few tokens through a layer of experts on a GPU, quantized and in bf16: the table of experts on a GPU.
 
     python -m lowbit.evals.experts_gpu --out experts_gpu.json
 
@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "Mixtral-8x7B": {"experts": 8, "top_k": 2, "hidden": 4096, "intermediate": 14336},
     "Qwen3-30B-A3B": {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768},
 }
-TOKENS = (1, 16, 64, 512, 4096)
+TOKENS = (1, 4, 16)
 _CALLS = 24  # calls of a sweep, each for other experts
 _GATHERED = 24 << 30  # bytes of copies of weights beyond which batched_mm is left out
 

@@ -29,7 +29,7 @@ def has_experts_kernel(weight: QTensor, x: Tensor, rows: int) -> bool:
         return False
     experts, n, k = weight._stored_shape
     if is_compiling():  # a layout is chosen where its kernels are
-        return weight.byte_layout == "mma_fragment" and n % 16 == 0
+        return weight.byte_layout == "mma_fragment" and n % 16 == 0 and rows <= experts
     call = call_for("experts_linear", weight.scheme, weight.byte_layout, x.device, x.dtype, -(-rows // max(experts, 1)), n, k)
     try:
         return not select(call).name.startswith("reference")

@@ -1,5 +1,4 @@
-// lowbit_cuda::mixed_gemm: checks arguments and launches mixed_gemm.cuh on torch's current stream. experts_mixed_gemm: the same for
-// rows of x with weights of their own.
+// lowbit_cuda::mixed_gemm: checks arguments and launches mixed_gemm.cuh on torch's current stream.
 #include <cuda_runtime_api.h>
 #include <cudaTypedefs.h>
 #include <torch/csrc/stable/library.h>
@@ -10,7 +9,6 @@
 #include <vector>
 
 #include "../schedule/mixed_gemm_launch.h"
-#include "expert_rows.h"
 #include "format_table.h"
 #include "fragment_weight.h"
 
@@ -51,17 +49,9 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using namespace lowbit::cuda;
 
-// Where y comes from, and the experts of its rows, if any.
-struct Rows {
-  Tensor y;
-  ExpertRows of_experts;
-};
-
-// rows_for(x, n, m): y and its rows for the weight's n rows.
-template <class RowsFor>
-Tensor multiply(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
-                std::optional<Tensor> bias, std::string format, std::string scale_name, int64_t group_size, int64_t columns,
-                int64_t parts, int64_t early, int64_t shared, int64_t experts, RowsFor rows_for) {
+Tensor mixed_gemm(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
+                    std::optional<Tensor> bias, std::string format, std::string scale_name, int64_t group_size,
+                    int64_t columns, int64_t parts, int64_t early, int64_t shared) {
   const ScalarType dtype = x_any.scalar_type();
   STD_TORCH_CHECK(x_any.is_cuda() && x_any.dim() >= 1 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
                   "x must be float16 or bfloat16 [..., K] on a CUDA device");
@@ -78,8 +68,8 @@ Tensor multiply(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor>
   STD_TORCH_CHECK(k > 0 && k % 8 == 0, "x must have a multiple of 8 columns, got ", k);
   MixedGemm a = {};
   a.scale_type = scale_type_of(scale, scale_name);
-  const FragmentWeight weight(x, k, packed, scale, zero_point, outer, bias, known.bits, group_size, size_of(a.scale_type), experts);
-  a.n = weight.n / experts;
+  const FragmentWeight weight(x, k, packed, scale, zero_point, outer, bias, known.bits, group_size, size_of(a.scale_type));
+  a.n = weight.n;
   const auto [shape, m] = ProductShape(x, a.n);
   STD_TORCH_CHECK(m < (int64_t{1} << 20), "x must have fewer than 2^20 rows, got ", m);
   a.m = static_cast<int>(m);
@@ -88,17 +78,14 @@ Tensor multiply(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor>
   a.factor = known.factor;
   a.unit = weight.unit;
   for (a.group_shift = 4; 1 << a.group_shift < a.unit.group;) a.group_shift++;
-  a.tiles = weight.tiles / experts;
+  a.tiles = weight.tiles;
   a.units_per_row = weight.units_per_row;
   a.units = weight.units();
   a.scale = weight.scale.const_data_ptr();
   a.zero_point = weight.zeros_of_rows();
   a.outer = weight.outer_scale();
   a.bias = weight.biases();
-  const Rows rows = rows_for(x, shape, a.n);
-  const Tensor y = rows.y;
-  a.of_experts = rows.of_experts;
-  a.num_experts = static_cast<int>(experts);
+  Tensor y = empty_like(x, shape);
   if (m == 0 || a.n == 0) return y;
   if (!is_on_16_bytes(x.const_data_ptr())) x = torch::stable::clone(x);
   a.y = y.mutable_data_ptr();
@@ -128,37 +115,12 @@ Tensor multiply(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor>
   return y;
 }
 
-Tensor mixed_gemm(Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
-                  std::optional<Tensor> bias, std::string format, std::string scale_name, int64_t group_size, int64_t columns,
-                  int64_t parts, int64_t early, int64_t shared) {
-  const auto one_weight = [](const Tensor& x, const std::vector<int64_t>& shape, int64_t) { return Rows{empty_like(x, shape), {}}; };
-  return multiply(x, packed, scale, zero_point, outer, bias, format, scale_name, group_size, columns, parts, early, shared, 1, one_weight);
-}
-
-// y [rows, N] of x [rows, K] in the order of experts [E]; the weight is [E N, K], N a multiple of 16. columns: rows of a segment.
-void experts_mixed_gemm(Tensor y, Tensor x, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
-                        std::optional<Tensor> bias, Tensor chosen, Tensor segments, Tensor order, int64_t num_experts,
-                        std::string format, std::string scale_name, int64_t group_size, int64_t columns) {
-  STD_TORCH_CHECK(columns > 0, "columns must be the rows of a segment");
-  const auto of_experts = [&](const Tensor& dense_x, const std::vector<int64_t>&, int64_t n) {
-    return Rows{y, expert_rows(dense_x, y, n, num_experts, chosen, segments, order)};
-  };
-  multiply(x, packed, scale, zero_point, outer, bias, format, scale_name, group_size, columns, 1, 0, 1, num_experts, of_experts);
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
   m.def(
       "mixed_gemm(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, str format, "
       "str scale_format, int group_size, int columns=0, int parts=0, int early=0, int shared=0) -> Tensor");
-  m.def(
-      "experts_mixed_gemm(Tensor(a!) y, Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, "
-      "Tensor experts, Tensor segments, Tensor order, int num_experts, str format, str scale_format, int group_size, int columns) "
-      "-> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) {
-  m.impl("mixed_gemm", TORCH_BOX(&mixed_gemm));
-  m.impl("experts_mixed_gemm", TORCH_BOX(&experts_mixed_gemm));
-}
+STABLE_TORCH_LIBRARY_IMPL(lowbit_cuda, CUDA, m) { m.impl("mixed_gemm", TORCH_BOX(&mixed_gemm)); }

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "../schedule/skinny_gemm_launch.h"
-#include "expert_rows.h"
 #include "prepared_call.h"
 
 namespace {
@@ -118,26 +117,31 @@ Tensor skinny_gemm_prepare(Tensor x, Tensor packed, Tensor scale, std::optional<
   return prepare(x, packed, scale, zero_point, outer, bias, PackedFormat(kind), {}, bytes_of);
 }
 
-// y [rows, N] of products with experts [E]; the weight is [E N, K], N a multiple of 16.
-void experts_skinny_gemm(Tensor y, Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero_point,
-                         std::optional<Tensor> outer, std::optional<Tensor> bias, Tensor chosen, std::optional<Tensor> segments,
-                         std::optional<Tensor> order, int64_t num_experts, int64_t kind) {
-  const Tensor x = held_dense(x_any, "x");
-  const auto multiply = [&](const PreparedCall& prepared, const FragmentWeight&) {
+// Rows of x [T, K] times the experts that they chose [S]: y [S, N]. The weight is [E N, K], N a multiple of 16.
+Tensor experts_skinny_gemm(Tensor x_any, Tensor packed, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
+                           std::optional<Tensor> bias, Tensor chosen_any, int64_t experts, int64_t kind) {
+  const Tensor x = held_dense(x_any, "x"), chosen = held_dense(chosen_any, "experts");
+  STD_TORCH_CHECK(chosen.is_cuda() && chosen.get_device_index() == x.get_device_index() && chosen.dim() == 1 &&
+                      chosen.scalar_type() == ScalarType::Long,
+                  "experts must be int64 [rows] on the device of x");
+  const int64_t rows = chosen.size(0), of_x = x.dim() == 2 ? x.size(0) : 0;
+  STD_TORCH_CHECK(of_x ? rows % of_x == 0 : rows == 0, "x must be [T, K] and experts a multiple of T, got ", rows, " for ", of_x, " rows");
+  STD_TORCH_CHECK(rows < 65536 && experts >= 1, "there must be experts and fewer than 65536 rows, got ", experts, " and ", rows);
+  const auto multiply = [&](const PreparedCall& prepared, const FragmentWeight& weight) {
     auto call = prepared.load_args<SkinnyGemmCall>();
-    SkinnyGemm& a = call.arguments;
-    a.of_experts = expert_rows(x, y, a.n, num_experts, chosen, segments, order);
-    a.num_experts = static_cast<int>(num_experts);
-    a.busy_segments = busy_segments(y.size(0), num_experts, a.of_experts.max_segments);
-    if (y.size(0) == 0) return y;
+    STD_TORCH_CHECK(weight.n % experts == 0 && call.arguments.n % 16 == 0, "experts must have a multiple of 16 rows, got ", weight.n,
+                    " rows of ", experts);
+    const Tensor y = empty_like(x, {rows, call.arguments.n});
+    if (rows == 0 || call.arguments.n == 0) return y;
+    call.arguments.of_experts = {static_cast<const int64_t*>(chosen.const_data_ptr()), static_cast<int>(rows), static_cast<int>(experts),
+                                 static_cast<int>(rows / of_x)};
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
-    const cudaError_t error = launch_call(call, x.const_data_ptr(), y.mutable_data_ptr(), static_cast<int>(y.size(0)),
-                                          static_cast<cudaStream_t>(stream));
+    const cudaError_t error = launch_call(call, x.const_data_ptr(), y.mutable_data_ptr(), 1, static_cast<cudaStream_t>(stream));
     STD_TORCH_CHECK(error == cudaSuccess, "the kernel could not be launched: ", cudaGetErrorString(error));
     return y;
   };
-  prepare(x, packed, scale, zero_point, outer, bias, PackedFormat(kind), {}, multiply, num_experts);
+  return prepare(x, packed, scale, zero_point, outer, bias, PackedFormat(kind), {}, multiply, experts);
 }
 
 }  // namespace
@@ -148,8 +152,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_cuda, m) {
       "int warps=0, int stages=0, "
       "int early_stages=0, int cluster_size=0) -> Tensor");
   m.def(
-      "experts_skinny_gemm(Tensor(a!) y, Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, "
-      "Tensor experts, Tensor? segments, Tensor? order, int num_experts, int kind) -> ()");
+      "experts_skinny_gemm(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, Tensor experts, "
+      "int num_experts, int kind) -> Tensor");
   m.def(
       "skinny_gemm_prepare(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int kind) "
       "-> Tensor");

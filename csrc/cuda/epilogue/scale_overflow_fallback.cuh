@@ -12,7 +12,7 @@
 namespace lowbit::cuda {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Columns [first, last) of a tile of W (of any expert) times the rows of x from first_row on; total: as in mixed_gemm.cuh.
+// Columns [first, last) of a tile of W times the rows of x from first_row on; total: as in mixed_gemm.cuh.
 template <class Codes, class T, class S>
 __device__ __forceinline__ void multiply_with_overflow(const MixedGemm& a, int first, int last, int64_t tile, int first_row,
                                                const typename Codes::Constants& constants, float (&total)[S::columns / 2]) {

@@ -61,7 +61,6 @@ struct BlockPart {
   uint32_t tile;
   int block, cluster, clusters;
   uint32_t rows, rows_of_x;
-  Segment segment;  // of products of experts
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -73,42 +72,20 @@ __device__ __forceinline__ BlockPart block_part(const MixedGemm& a) {
   BlockPart part = {cluster, static_cast<int>(block), 0, 1};
   if (cluster >= a.unpaired_tiles) part = {a.unpaired_tiles + (cluster - a.unpaired_tiles) / 2, part.block, static_cast<int>(cluster - a.unpaired_tiles) % 2, 2};
   part.rows_of_x = a.by_rows.divide(part.tile), part.rows = part.tile - part.rows_of_x * a.by_rows.by;
-  if (a.of_experts.is_used()) part.segment = a.of_experts.segment(blockIdx.y, a.num_experts);
   return part;
 }
 
-// Factor and bias of the sums of row n of an expert's weight. factor: what the sums have been divided by.
+// Factor and bias of a row's sums. factor: what the sums have been divided by.
 template <class Codes, class T>
-__device__ __forceinline__ float2 row_epilogue(const MixedGemm& a, int expert, int64_t n, float factor) {
+__device__ __forceinline__ float2 row_epilogue(const MixedGemm& a, int64_t n, float factor) {
   float2 end = {1.0f, 0.0f};
   if (n >= a.n) return end;
-  n += expert * a.n;
   if (!a.unit.groups) end.x = scale_at(a.scale, a.scale_type, n);
   end.x *= a.factor;
-  if (a.outer) end.x *= a.outer[expert];
+  if (a.outer) end.x *= *a.outer;
   end.x *= Codes::factor * factor;
   if (a.bias) end.y = to_float(static_cast<const T*>(a.bias)[n]);
   return end;
-}
-
-// Writes the strips of an expert's rows, which lie anywhere in y.
-template <class T, int columns>
-__device__ __noinline__ void scatter_strips(const MixedGemm& a, int64_t first_n, const Segment& segment, const uint8_t* memory) {
-  using Layout = ReduceLayout<columns, 1>;
-  constexpr int threads_of_row = block_rows / 8;
-  const int at = threadIdx.x % threads_of_row * 8;
-  const int64_t n = first_n + at;
-  if (n >= a.n) return;
-#pragma unroll 1
-  for (int row = threadIdx.x / threads_of_row; row < segment.count; row += mma_threads / threads_of_row) {
-    const uint8_t* from = memory + row * Layout::y_pitch + at * 2;
-    T* to = static_cast<T*>(a.y) + a.of_experts.row_of_y(segment.first + row) * a.n + n;
-    if (a.n % 8 == 0) {
-      store_sixteen(to, *reinterpret_cast<const uint4*>(from));
-    } else {
-      for (int j = 0; j < 8 && n + j < a.n; j++) to[j] = reinterpret_cast<const T*>(from)[j];
-    }
-  }
 }
 
 // Writes the strips that a block finishes to y: a thread has eight neighbours of a row in each.
@@ -248,8 +225,6 @@ __device__ __forceinline__ void finish(const MixedGemm& a, const BlockPart& part
   }
   bar_sync<1, mma_threads>();
   wait_for_dependencies();  // reads of y must have ended before it is written
-  if constexpr (blocks == 1)
-    if (a.of_experts.is_used()) return scatter_strips<T, columns>(a, first_n, part.segment, memory);
   store_strips<T, columns, blocks, block>(a, first_n, first_m, memory + Layout::y_at);
 }
 

@@ -10,9 +10,6 @@
 // split among the blocks of a cluster, and between two clusters where that fills the device (tile_scheduler.cu); sums are added
 // in a fixed order. Weights are constant, so their copies start before the kernel that writes x has ended (PDL).
 //
-// Products of experts: a row of blocks has the rows of one expert, at most `columns` of them (a segment of schedule/segments.h). x
-// is in the order of experts, and rows of y are written where they belong.
-//
 // Contract: exact: the tensor cores add exact products of codes and x over a group, in fp32, and the group's scale multiplies
 // that sum in fp32. Or weights rounded once: value times scale is rounded to the type of x before it is multiplied; with few bits
 // (4-bit codes and power-of-two scales) nothing is rounded.
@@ -74,8 +71,7 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
   uint2 zeros = {middle, middle};
   if (a.zero_point) {
     const int64_t n = (share.first_tile + tile) * tile_rows + lane / 4;
-    const uint8_t* of_row = a.zero_point + share.expert * a.n + n;
-    zeros = {n < a.n ? of_row[0] : 0u, n + 8 < a.n ? of_row[8] : 0u};
+    zeros = {n < a.n ? a.zero_point[n] : 0u, n + 8 < a.n ? a.zero_point[n + 8] : 0u};
   }
   auto row = Codes::row(zeros.x), row8 = Codes::row(zeros.y);
   const uint32_t boxes_of_x = smem_descriptor_low(shared_address(memory + x_offset));
@@ -235,8 +231,8 @@ __device__ __forceinline__ void multiply(const MixedGemm& a, const BlockShare& s
   if constexpr (folds_scales<Codes, S> && S::scaling == Scaling::e8m0) {
     const bool is_here = share.first_tile + tile < a.tiles;
     if (__any_sync(~0u, is_here && largest_scale_used > Codes::max_e8m0))
-      multiply_with_overflow<Codes, T, S>(a, share.first * piece_columns, share.last * piece_columns,
-                                          share.expert * a.tiles + share.first_tile + tile, share.first_row_of_x, constants, total);
+      multiply_with_overflow<Codes, T, S>(a, share.first * piece_columns, share.last * piece_columns, share.first_tile + tile,
+                                  share.first_row_of_x, constants, total);
   }
   if constexpr (has_nan_of<Codes>) {
     if (share.first == share.last) return;
@@ -263,7 +259,7 @@ __global__ void __launch_bounds__(S::threads, 1) mixed_gemm_kernel(const __grid_
   if (warp >= weight_warp) {
     if (lane == 0) {
       if (warp == weight_warp) weights.start();
-      if (warp == x_warp) prefetch_tensormap(a.m < S::columns && !a.of_experts.is_used() ? &a.last_of_x : &a.x), x.start();
+      if (warp == x_warp) prefetch_tensormap(a.m < S::columns ? &a.last_of_x : &a.x), x.start();
       if (warp == x_warp + 1) arrivals.start(a.blocks);
       fence_barrier_init();
     }
@@ -273,13 +269,10 @@ __global__ void __launch_bounds__(S::threads, 1) mixed_gemm_kernel(const __grid_
     else
       arrive(barriers_ready_barrier, S::threads);
   }
-  if (a.of_experts.is_used()) wait_for_dependencies();  // who chose the experts has ended
   const BlockPart part = block_part(a);
-  if (a.of_experts.is_used() && part.segment.count == 0) return;
   const auto cut = [&](int parts) { return static_cast<int>(a.by_blocks.divide(a.pieces_per_row * parts) >> (part.clusters - 1)); };
   const int self = part.cluster * a.blocks + part.block;
-  const BlockShare share = {cut(self), cut(self + 1), static_cast<int64_t>(part.rows) * tiles_per_block,
-                            a.of_experts.is_used() ? part.segment.first : static_cast<int>(part.rows_of_x) * S::columns, part.segment.expert};
+  const BlockShare share = {cut(self), cut(self + 1), static_cast<int64_t>(part.rows) * tiles_per_block, part.rows_of_x * S::columns};
   Weights<S, Unit<Codes::bits, 0, false>::columns> units(a, share);
   float2* row_epilogues = reinterpret_cast<float2*>(memory + a.at.row_epilogues);
   if (warp >= weight_warp) {
@@ -300,7 +293,7 @@ __global__ void __launch_bounds__(S::threads, 1) mixed_gemm_kernel(const __grid_
       if (blockIdx.x < a.early)
         prefetch_weights<S, Unit<Codes::bits, 0, false>::columns>(a, a.blocks * part.clusters, thread, threads);
       for (int row = thread; row < block_rows; row += threads)
-        row_epilogues[row] = row_epilogue<Codes, T>(a, share.expert, share.first_tile * tile_rows + row, factor);
+        row_epilogues[row] = row_epilogue<Codes, T>(a, share.first_tile * tile_rows + row, factor);
       arrive(arrivals.row_epilogues);
     }
   } else {

@@ -11,8 +11,8 @@
 // that codes are all it reads. Blocks of a cluster have the same tiles and split the slices, so that each loads only part of x. A
 // block with more slices than warps runs in passes. Copies of weights start before the kernel that writes x has ended (PDL).
 //
-// Products of experts (of_experts): a row of blocks has the rows of y of one expert, at most eight of them (a segment of
-// schedule/segments.h), and begins when the choice of experts has been written.
+// Products of experts (of_experts, schedule/expert_rows.h): a row of blocks has one row of y, and begins when the choice of experts
+// has been written. Rows that chose the same expert read its weight from the L2 cache.
 //
 // Contract: exact: codes are exact in 16 bits, products of a group are summed in fp32, scales multiply in fp32, one rounding;
 // sums are added in a fixed order.
@@ -53,20 +53,19 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
   const int64_t first_tile = static_cast<int64_t>(cluster) * a.min_tiles + min(cluster, a.extra_clusters);
   const int tiles_per_share = (a.min_tiles + a.cluster_size) / a.cluster_size;
   launch_dependents();
-  Segment segment = {};
+  int expert = 0;
   if constexpr (of_experts) {
     wait_for_dependencies();
-    segment = a.of_experts.segment(blockIdx.y, a.num_experts);
-    if (segment.count == 0) {
-      if (a.of_experts.experts)  // a row of no expert is 0
-        for (int64_t n = first_tile * tile_rows + thread; n < min((first_tile + tiles) * tile_rows, a.n); n += threads)
-          static_cast<T*>(a.y)[blockIdx.y * a.n + n] = from_float<T>(0.0f);
+    expert = a.of_experts.expert_of(blockIdx.y);
+    if (expert < 0) {
+      for (int64_t n = first_tile * tile_rows + thread; n < min((first_tile + tiles) * tile_rows, a.n); n += threads)
+        static_cast<T*>(a.y)[blockIdx.y * a.n + n] = from_float<T>(0.0f);
       return;
     }
   }
-  const int rows = of_experts ? segment.count : a.m;
-  const int64_t first_of_expert = of_experts ? static_cast<int64_t>(segment.expert) * a.n : 0;  // row of W
-  const uint8_t* weights = a.units + (first_tile + (of_experts ? segment.expert * a.tiles : 0)) * a.units_per_row * a.unit.size;
+  const int rows = of_experts ? 1 : a.m;
+  const int64_t first_of_expert = of_experts ? expert * a.n : 0;  // row of W
+  const uint8_t* weights = a.units + (first_tile + (of_experts ? expert * a.tiles : 0)) * a.units_per_row * a.unit.size;
   const auto slice_in = [&](int pass) { return (block * a.passes + pass) * a.slices_per_pass + place; };
   const auto units_in = [&](int pass) { return min(units_per_slice, a.units_per_row - slice_in(pass) * units_per_slice); };
   const auto bytes_of = [&](int pass, int tile) {  // the first unit of the slice
@@ -120,7 +119,7 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
   }
   const typename F::Constants constants = F::constants(a.is_signed, table);
   const int batches = (tiles + a.tiles_per_batch - 1) / a.tiles_per_batch;
-  float factor = a.outer ? a.factor * a.outer[segment.expert] : a.factor;
+  float factor = a.outer ? a.factor * a.outer[expert] : a.factor;
   if constexpr (F::factor != 1) factor *= F::factor;
   const auto write = [&](int tile, int output, float sum) {
     const int64_t n = (first_tile + tile) * tile_rows + output % tile_rows;
@@ -128,7 +127,7 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
     if (a.unit.groups == 0) sum *= scale_at(a.scale, a.scale_type, first_of_expert + n);
     sum *= factor;
     if (a.bias) sum += to_float(static_cast<const T*>(a.bias)[first_of_expert + n]);
-    const int64_t row = of_experts ? a.of_experts.row_of_y(segment.first + output / tile_rows) : output / tile_rows;
+    const int64_t row = of_experts ? blockIdx.y : output / tile_rows;
     static_cast<T*>(a.y)[row * a.n + n] = from_float<T>(sum);
   };
   wait_for_dependencies();
@@ -138,7 +137,7 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
     const int units = units_in(pass);
     const bool is_last = pass + 1 == a.passes;
     SliceOfX<octets, of_experts> slice;
-    slice.start_loads(a, segment, slice_in(pass));
+    slice.start_loads(a, slice_in(pass));
 #if LOWBIT_BULK_COPIES
     if (pass == 0) {  // copies issued earlier would delay the loads of x; by now those have been issued
       int first = a.early_stages;
@@ -149,7 +148,7 @@ __global__ void __launch_bounds__(max_skinny_warps(octets) * 32, 1) skinny_gemm(
     }
 #endif
     const auto reorder = [&](int step) {
-      if (step % 2 == 0) slice.reorder(a, segment, slice_in(pass), memory + a.at.x + warp * x_buffer_bytes, step);
+      if (step % 2 == 0) slice.reorder(a, slice_in(pass), memory + a.at.x + warp * x_buffer_bytes, step);
     };
     // is_first: the first tile of a pass, which is multiplied while x is being reordered
     const auto products_of_tile = [&](auto is_first, int tile, float (&sum)[octets][4]) {

@@ -15,7 +15,6 @@ struct BlockShare {
   int first, last;  // pieces of a row
   int64_t first_tile;
   int first_row_of_x;
-  int expert;  // 0 where there is one weight
 };
 
 struct Ring {
@@ -58,13 +57,11 @@ struct Weights {
     constexpr int pieces = unit_columns / k_per_piece(S::columns, unit_columns);
     const int first = share.first / pieces;
     row_bytes = static_cast<int64_t>(a.units_per_row) * size;
-    from = a.units + (share.expert * a.tiles + share.first_tile) * row_bytes + first * size;
+    from = a.units + share.first_tile * row_bytes + first * size;
     tiles = static_cast<int>(min(static_cast<int64_t>(tiles_per_block), a.tiles - share.first_tile));
     units = share.first < share.last ? (share.last + pieces - 1) / pieces - first : 0;
   }
-  static __device__ __forceinline__ uint64_t policy_of(const MixedGemm& a) {
-    return a.m <= S::columns || (a.of_experts.is_used() && S::columns <= 64) ? evict_first_policy() : evict_normal_policy();
-  }
+  static __device__ __forceinline__ uint64_t policy_of(const MixedGemm& a) { return a.m <= S::columns ? evict_first_policy() : evict_normal_policy(); }
   // The first unit of each tile: each warp requests its own, sooner than one thread could for all.
   __device__ __forceinline__ void copy_first(const MixedGemm& a, uint8_t* memory, const Ring& ring, int tile) const {
     if (units > 0 && tile < tiles)
@@ -103,11 +100,10 @@ __device__ __forceinline__ void prefetch_weights(const MixedGemm& a, int parts, 
 }
 
 // Copies x. Zero fill beyond the last row is slow where many blocks request it at once, so boxes of the last tile have only the
-// rows that exist; what comes of the others is not written. Boxes of an expert's rows may reach into those of the next.
+// rows that exist; what comes of the others is not written.
 template <class S>
 __device__ __forceinline__ void copy_x(const MixedGemm& a, const BlockShare& share, uint8_t* memory, Ring ring) {
-  const int piece = k_per_piece(S::columns, a.unit.columns);
-  const int rows = a.of_experts.is_used() ? S::columns : min(a.m - share.first_row_of_x, S::columns);
+  const int piece = k_per_piece(S::columns, a.unit.columns), rows = min(a.m - share.first_row_of_x, S::columns);
   const CUtensorMap* const x = rows < S::columns ? &a.last_of_x : &a.x;
   for (int c = share.first * piece; c < share.last * piece; c += S::stage_columns, ring.advance()) {
     mbarrier_wait(ring.free + ring.stage, ring.parity ^ 1);

@@ -9,21 +9,20 @@ namespace lowbit::cuda {
 // Two registers for each half of a step and each eight rows; zeros beyond the last row and column. All loads are issued at once,
 // in memory order; then 64 columns at a time pass through shared memory, where ldmatrix gives each lane its elements.
 //
-// of_experts: the rows are those of `segment`.
+// of_experts: one row, that of y's row blockIdx.y.
 template <int octets, bool of_experts>
 struct SliceOfX {
   uint32_t x[octets][4 * steps_per_slice];
 
-  __device__ __forceinline__ void start_loads(const SkinnyGemm& a, const Segment& segment, int slice) {
-    const int row = threadIdx.x / 8, column = slice * slice_k + threadIdx.x % 8 * 8;
-    const int rows = of_experts ? segment.count : a.m;
-    const uint16_t* from = static_cast<const uint16_t*>(a.x) + static_cast<int64_t>(of_experts ? 0 : row) * a.k + column;
-    int row_of_x[2 * octets] = {};
-    if constexpr (of_experts) {
-#pragma unroll
-      for (int i = 0; i < 2 * octets; i++)
-        if (row + i * 4 < rows) row_of_x[i] = a.of_experts.row_of_x(segment.first + row + i * 4);
-    }
+  // The first row of x.
+  __device__ static __forceinline__ const uint16_t* first_row(const SkinnyGemm& a) {
+    const uint16_t* x = static_cast<const uint16_t*>(a.x);
+    return of_experts ? x + static_cast<int64_t>(static_cast<int>(blockIdx.y) / a.of_experts.share) * a.k : x;
+  }
+
+  __device__ __forceinline__ void start_loads(const SkinnyGemm& a, int slice) {
+    const int row = threadIdx.x / 8, column = slice * slice_k + threadIdx.x % 8 * 8, rows = of_experts ? 1 : a.m;
+    const uint16_t* from = first_row(a) + static_cast<int64_t>(row) * a.k + column;
 #pragma unroll
     for (int j = 0; j < steps_per_slice; j++)
 #pragma unroll
@@ -31,7 +30,7 @@ struct SliceOfX {
         const int further = e * 8 + j % 2 * 4;
         uint4 w = {0, 0, 0, 0};
         if (a.x_on_16_bytes && row + further < rows && column + j / 2 * 64 < a.k)
-          w = *reinterpret_cast<const uint4*>(from + static_cast<int64_t>(of_experts ? row_of_x[further / 4] : further) * a.k + j / 2 * 64);
+          w = *reinterpret_cast<const uint4*>(from + static_cast<int64_t>(further) * a.k + j / 2 * 64);
         x[e][4 * j] = w.x;
         x[e][4 * j + 1] = w.y;
         x[e][4 * j + 2] = w.z;
@@ -40,7 +39,7 @@ struct SliceOfX {
   }
 
   // Reorders the 64 columns from `step` on; rows that are not aligned to 16 bytes are loaded here, element by element.
-  __device__ __forceinline__ void reorder(const SkinnyGemm& a, const Segment& segment, int slice, uint8_t* memory, int step) {
+  __device__ __forceinline__ void reorder(const SkinnyGemm& a, int slice, uint8_t* memory, int step) {
     const int lane = threadIdx.x, row = lane / 8, part = lane % 8;
     const uint32_t matrices = shared_address(memory + lane % 8 * x_pitch + lane / 8 * 16);
 #pragma unroll
@@ -55,10 +54,9 @@ struct SliceOfX {
 #pragma unroll 1
         for (int i = lane; i < 8 * 64; i += 32) {
           const int m = e * 8 + i / 64, k = slice * slice_k + step * 32 + i % 64;
-          const bool is_there = m < (of_experts ? segment.count : a.m) && k < a.k;
-          const int row_of_x = of_experts && is_there ? a.of_experts.row_of_x(segment.first + m) : m;
+          const bool is_there = m < (of_experts ? 1 : a.m) && k < a.k;
           *reinterpret_cast<uint16_t*>(memory + i / 64 * x_pitch + i % 64 * 2) =
-              is_there ? static_cast<const uint16_t*>(a.x)[static_cast<int64_t>(row_of_x) * a.k + k] : 0;
+              is_there ? first_row(a)[static_cast<int64_t>(m) * a.k + k] : 0;
         }
       }
       __syncwarp();

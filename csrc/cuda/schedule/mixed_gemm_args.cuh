@@ -5,7 +5,6 @@
 
 #include "../decode/weight_decoders.cuh"
 #include "../decode/unit_scales.cuh"
-#include "segments.h"
 
 namespace lowbit::cuda {
 
@@ -40,9 +39,9 @@ struct MixedGemm {
   ScaleType scale_type;
   const void* scale;          // [n] where a row is one group, else in the units
   const uint8_t* zero_point;  // [n] where a row is one group with a zero point, else null
-  const float* outer;         // the tensor scale (of each expert), or null
+  const float* outer;         // the tensor scale, or null
   float factor;               // of the format: value of an integer step
-  const void* bias;           // [n] (of each expert) of x's type, or null
+  const void* bias;           // [n] of x's type, or null
   void* y;                    // [m, n]
   int64_t n, tiles;
   int m, k, units_per_row, pieces_per_row, group_shift, weight_stages, x_stages;
@@ -55,8 +54,6 @@ struct MixedGemm {
   uint8_t* pairs;           // buffer for the sums of pairs of clusters, behind a word of each block that tells whether they are
                             // there
   unsigned long long launch_tag;  // that word, different in each launch
-  ExpertRows of_experts;  // products of experts: x is in their order, `n` and `tiles` are those of one, m the rows of y
-  int num_experts;
   bool has_zero, is_signed, sums_apart;
 };
 

@@ -34,9 +34,8 @@ cudaError_t launch_shape(MixedGemm a, const void* x, int64_t k, bool is_early, c
   const auto encode_tensormap = [&](CUtensorMap& map, int rows_of_box) {
     return encode_x_tensormap(&map, std::is_same_v<T, __half>, x, a.m, k, rows_of_box);
   };
-  const bool of_experts = a.of_experts.is_used();
-  cudaError_t error = a.m < S::columns && !of_experts ? cudaSuccess : encode_tensormap(a.x, S::columns);
-  if (error == cudaSuccess && a.m % S::columns && !of_experts) error = encode_tensormap(a.last_of_x, a.m % S::columns);
+  cudaError_t error = a.m < S::columns ? cudaSuccess : encode_tensormap(a.x, S::columns);
+  if (error == cudaSuccess && a.m % S::columns) error = encode_tensormap(a.last_of_x, a.m % S::columns);
   if (error != cudaSuccess) return error;
   a.plain_x = x;
   a.k = static_cast<int>(k);
@@ -72,12 +71,12 @@ cudaError_t launch_shape(MixedGemm a, const void* x, int64_t k, bool is_early, c
 
   // Small M waits for W, which should start as early as possible but not before its turn; large M waits for x, which would be
   // delayed by requests for W, and W may be in L2 by then.
-  const bool is_wide = of_experts ? S::columns > 64 : a.m > 64;
+  const bool is_wide = a.m > 64;
   a.before_x = !is_wide ? a.units_per_row : S::columns == 256 ? 2 : std::max(1, 512 / a.unit.columns);
   const int64_t clusters = 2 * tiles - a.unpaired_tiles, spare = device.sms - clusters * a.blocks;
-  a.early = is_wide && is_early && !of_experts && spare > 0 && spare < device.sms / 2 ? static_cast<int>(spare) : 0;
+  a.early = is_wide && is_early && spare > 0 && spare < device.sms / 2 ? static_cast<int>(spare) : 0;
   cudaLaunchConfig_t config = {};
-  config.gridDim = of_experts ? dim3(a.by_rows.by, a.of_experts.max_segments) : dim3(static_cast<unsigned>(clusters * a.blocks));
+  config.gridDim = dim3(static_cast<unsigned>(clusters * a.blocks));
   config.blockDim = dim3(S::threads);
   config.dynamicSmemBytes = memory();
   config.stream = stream;
@@ -150,8 +149,7 @@ cudaError_t launch_family(MixedGemm a, const void* x, int64_t k, bool may_round,
   const bool is_narrow = group && (is_e8m0 || is_e4m3);
   if (group && (is_e4m3 ? group != 16 : is_e8m0 ? group != 32 : group == 16)) return cudaErrorInvalidValue;
   // Weights are operands for many rows of x where they may be rounded, and for few rows where that is exact.
-  const bool are_many = (a.of_experts.is_used() ? plan.columns : a.m) > 64;
-  const bool weights_few = group ? is_narrow && rounds_nothing : !is_table, weights_many = weights_few || (may_round && are_many);
+  const bool weights_few = group ? is_narrow && rounds_nothing : !is_table, weights_many = weights_few || (may_round && a.m > 64);
   const auto are_weights = [&](int columns) { return weights_few || columns > 64 || (is_table && group && weights_many); };
   const auto takes = [&](int columns) {
     if (are_weights(columns)) return weights_few || (weights_many && columns > 16);

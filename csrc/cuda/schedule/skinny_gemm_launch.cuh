@@ -69,15 +69,15 @@ void plan_work(SkinnyGemm& a, const Gpu& device, bool has_ring, SkinnyGemmPlan p
   }
 }
 
-// Blocks for each of `segments`: the fewest, of at most 64 tiles, that fill whole waves of multiprocessors to nine tenths.
-inline int blocks_per_segment(int64_t tiles, int segments, int sms) {
+// Blocks for each of `rows` rows of experts: the fewest, of at most 64 tiles, that fill whole waves of multiprocessors to nine tenths.
+inline int blocks_per_row(int64_t tiles, int rows, int sms) {
   const int fewest = static_cast<int>((tiles + 63) / 64);
   const auto filled = [&](int blocks) {
-    const int all = blocks * segments, waves = (all + sms - 1) / sms;
+    const int all = blocks * rows, waves = (all + sms - 1) / sms;
     return static_cast<float>(all) / static_cast<float>(waves * sms);
   };
   int best = fewest;
-  for (int blocks = fewest; blocks <= tiles && (blocks == fewest || blocks * segments <= 4 * sms); blocks++) {
+  for (int blocks = fewest; blocks <= tiles && (blocks == fewest || blocks * rows <= 4 * sms); blocks++) {
     if (filled(blocks) > filled(best)) best = blocks;
     if (filled(best) >= 0.9f) break;
   }
@@ -106,14 +106,14 @@ cudaError_t launch_skinny_kernel(SkinnyGemm a, SkinnyGemmPlan plan, cudaStream_t
   const bool is_early = has_ring && capture == cudaStreamCaptureStatusActive && plan.early_stages >= 0;
 
   Gpu share_of_device = device;
-  if (of_experts) share_of_device.sms = blocks_per_segment(a.tiles, std::max(a.busy_segments, 1), device.sms), plan.cluster_size = 1;
+  if (of_experts) share_of_device.sms = blocks_per_row(a.tiles, a.of_experts.rows, device.sms), plan.cluster_size = 1;
   plan_work<F, octets>(a, share_of_device, has_ring, plan);
   // Few early copies a warp: more would delay the loads of x.
   const int few = octets == 1 && overlaps_x_load<F, scales> ? units_per_slice<F> : 1;
   a.early_stages = !is_early || of_experts ? 0 : std::min(a.stages - 1, plan.early_stages ? plan.early_stages : few);
 
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(a.clusters * a.cluster_size), of_experts ? a.of_experts.max_segments : 1);
+  config.gridDim = dim3(static_cast<unsigned>(a.clusters * a.cluster_size), of_experts ? a.of_experts.rows : 1);
   config.blockDim = dim3(32, a.slices_per_pass, a.tile_groups);
   // At most two blocks on a multiprocessor: early blocks would otherwise crowd where the kernel before leaves most room.
   config.dynamicSmemBytes = is_early ? std::max(a.at.all, device.memory / 3) : a.at.all;

@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../decode/unit_scales.cuh"
-#include "segments.h"
+#include "expert_rows.h"
 
 namespace lowbit::cuda {
 
@@ -41,8 +41,7 @@ struct SkinnyGemm {
   int min_tiles, extra_clusters;  // the first extra_clusters clusters have min_tiles + 1 tiles
   int group_shift;                     // log2 of the columns of a group
   SkinnyGemmMemory at;
-  ExpertRows of_experts;  // products of experts: `n` and `tiles` are those of one, m the rows of y
-  int num_experts, busy_segments;  // busy_segments: how many are expected to have rows
+  ExpertRows of_experts;  // products of experts, with `n` and `tiles` of one
   bool is_signed, has_zero, x_on_16_bytes;
 };
 
