@@ -14,6 +14,7 @@ PICKED_UP = {
     "lowbit/test_formats": "fp7_e3m3",
     "lowbit/test_scales": "fp7",
     "lowbit/test_rounders": "clamped",
+    "lowbit/test_symmetric": "clamped",
     "lowbit_kernels/test_kernels": "cpu_row_scaled_gemm",
     "lowbit_kernels/test_epilogues": "cpu_row_scaled_gemm",
     "recipes/test_recipe": "clamped",
