@@ -37,6 +37,21 @@ __all__ = ["app", "main", "run"]
 _INTERRUPTED = 130
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
 
+EXAMPLES = {
+    "demo": "lowbit demo --out results",
+    "plan": "lowbit plan ./model --recipe int4",
+    "quantize": "lowbit quantize ./model -r 'gptq(int4)' --calibration text.txt -o ./model-int4",
+    "inspect": "lowbit inspect ./model-int4",
+    "sensitivity": "lowbit sensitivity ./model -s int3,int4 --calibration text.txt --report losses.json",
+    "allocate": "lowbit allocate losses.json --bits 3.5 -o mixed.yaml",
+    "doctor": "lowbit doctor ./model-int4 ./model --calibration text.txt",
+    "eval": "lowbit eval ./model -r int8,int4 --tasks mmlu,perplexity --data ./questions --text text.txt",
+    "report": "lowbit report result.json -o report",
+    "tune": "lowbit tune llama-3-8b -r int4 --minutes 5",
+    "env": "lowbit env --kernels",
+}
+"""A command line of each command, at the end of its help."""
+
 app = typer.Typer(name="lowbit", add_completion=True, pretty_exceptions_enable=False)
 for name, function in (
     ("demo", demo),
@@ -51,7 +66,7 @@ for name, function in (
     ("tune", tune),
     ("env", env),
 ):
-    app.command(name)(function)
+    app.command(name, epilog=f"Example: {EXAMPLES[name]}")(function)
 app.add_typer(bench, name="bench")
 app.add_typer(listing, name="list")
 

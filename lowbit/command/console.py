@@ -6,7 +6,9 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -84,16 +86,38 @@ def silence(stream: TextIO) -> None:
         os.dup2(nothing.fileno(), stream.fileno())
 
 
+class Lines:
+    """Progress in a log: a line where a block of a model begins, and every :data:`EVERY` seconds within what takes longer."""
+
+    EVERY = 30.0
+
+    def __init__(self) -> None:
+        self._block: str | None = None
+        self._said = self._began = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Say, where it is time to, that ``what`` is being done, and that ``done`` of ``total`` are."""
+        now, found = time.monotonic(), re.match(r".*?\.\d+(?=\.)", what)
+        block = self._block if found is None else found[0]
+        if block == self._block and now - self._said < self.EVERY:
+            return
+        self._block, self._said = block, now
+        say(f"{what}, {done} of {total}, {now - self._began:.0f} s")
+
+
 @contextlib.contextmanager
 def bar() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr while the block runs: call what it gives with (what is being done, done, in all).
 
-    Draws nothing where stderr is no terminal.
+    Where stderr is no terminal, a line for each block of a model and for what takes longer than half a minute.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     console = Console(file=sys.stderr)  # the one of now: what libraries write to stderr in the meantime may be caught
+    if not console.is_terminal:
+        yield Lines()
+        return
     columns = (
         TextColumn("{task.description:<44}"),
         BarColumn(),
@@ -101,6 +125,6 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=None)
         yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)

@@ -68,7 +68,9 @@ def allocate(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     bits_per_weight, loss, by = found.bits_per_weight(mapping), found.total(mapping, by), by or found.by
-    recipe = lowbit.Recipe.of(mapping).to_yaml()
+    words = f"{bits_per_weight:.4f} bits a weight, {by} of {loss:.4g} where losses of layers add up"
+    head = f"# Mixed precision of lowbit allocate --bits {bits:g}: {words}.\n# Measured in {sensitivity.name}.\n"
+    recipe = head + lowbit.Recipe.of(mapping).to_yaml()
     if out is not None:
         from lowbit.evals.results import replace_file
 
@@ -77,7 +79,7 @@ def allocate(
     if json:
         print_json({"bits_per_weight": bits_per_weight, "by": by, "loss": loss, "layers": mapping})
         return
-    note(f"{bits_per_weight:.4f} bits a weight, {by} of {loss:.4g} where losses of layers add up")
+    note(words)
     if out is None:
         print(recipe, end="")
 

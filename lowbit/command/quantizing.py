@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,7 +98,21 @@ def quantize(
         for text in (*plan.notes, *(f"{layer.name}: {note}" for layer in plan.layers for note in layer.notes)):
             note(text)
         print(str(plan).splitlines()[-1])
+        print(_loss(plan))
         print(f"{output}: {size:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}, {seconds:.1f} s")
+
+
+def _loss(plan: Plan) -> str:
+    """What rounding cost, as far as it was measured."""
+    known = [layer for layer in plan.quantized if layer.loss is not None]
+    if not known:
+        return "loss not measured: --calibration FILE measures that of each layer, lowbit eval that of the model"
+    losses = [layer.loss for layer in known if layer.loss is not None]
+    worst = max(known, key=lambda layer: layer.loss or 0.0)
+    return (
+        f"loss of {len(known)} layers, squared error of outputs over their square: median {statistics.median(losses):.1e}, "
+        f"largest {max(losses):.1e} in {worst.name}"
+    )
 
 
 def _in_memory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import typer
 
 import lowbit
-from lowbit.command import run
+from lowbit.command import EXAMPLES, app, run
+from lowbit.command.console import Lines
 
 
 def parsed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
@@ -60,7 +63,9 @@ def test_quantize_then_load(model: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert torch.equal(lowbit.load(out)(ids).logits, expected(ids).logits)
 
     assert run(["quantize", str(model), "-r", "int8", "-o", str(out)]) == 0  # what lowbit wrote it may replace
-    assert "7 of 9 layers quantized" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "7 of 9 layers quantized" in said
+    assert "loss not measured: --calibration FILE" in said
 
 
 def test_quantize_on_a_text(model: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +80,9 @@ def test_quantize_on_a_text(model: Path, material: Path, tmp_path: Path, capsys:
     ids = torch.tensor([[2, 3, 4, 41]])
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected(ids).logits)
+    again = ["quantize", str(model), "-r", recipe, "-o", str(tmp_path), "--calibration", str(text), "--length", "16"]
+    assert run(again) == 0
+    assert "loss of 7 layers, squared error of outputs over their square: median " in capsys.readouterr().out
     line = failed(capsys, 2, "quantize", model, "-r", recipe, "-o", tmp_path)
     assert "a static activation_scale looks at data: give a text with --calibration FILE" in line
     assert "no text file" in failed(capsys, 2, "quantize", model, "-o", tmp_path, "--calibration", tmp_path / "none.txt")
@@ -348,6 +356,40 @@ def test_the_help_states_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> N
     assert run(["--help"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert all(words in printed for words in ("0 success", "work that failed", "2 a mistake", "130 interrupted"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_help_of_a_command_ends_in_a_line_that_it_takes(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    words = shlex.split(EXAMPLES[name])
+    assert words[:2] == ["lowbit", name]
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("-")} <= known
+    for word in words:
+        Path(word).mkdir() if word.startswith("./") else Path(word).touch() if word.endswith((".txt", ".json")) else None
+    for parameter in command.params:
+        parameter.callback = None  # which looks into files
+    command.make_context(name, words[2:])
+    assert run([name, "--help"]) == 0
+    assert words[-1] in capsys.readouterr().out
+
+
+def test_progress_in_a_log_is_a_line_for_each_block(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("lowbit.command.console.time.monotonic", lambda: now)
+    said = Lines()
+    for i, name in enumerate(f"model.layers.{block}.{leaf}" for block in range(3) for leaf in ("q", "k", "v")):
+        said(name, i, 9)
+    for _ in range(100):
+        now += 1.0
+        said("writing out", 1, 2)
+    lines = capsys.readouterr().err.splitlines()
+    blocks, rest = lines[:3], lines[3:]
+    assert [line.split(",")[0] for line in blocks] == [f"model.layers.{block}.q" for block in range(3)]
+    assert rest == [f"writing out, 1 of 2, {seconds} s" for seconds in (30, 60, 90)]
 
 
 def test_no_arguments_is_bad_usage_with_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -269,6 +269,7 @@ def test_from_a_model_to_a_recipe_on_the_command_line(tmp_path, capsys):
     data = lowbit.Calibration(text, rows=4, length=32)
     assert found == sensitivity(loaded, data, ["int3_g16", "gptq(int4_g16, damping=0.02)"])
     assert run(["allocate", str(table), "--bits", "4.7", "-o", str(recipe), "--json"]) == 0
+    assert recipe.read_text(encoding="utf-8").startswith("# Mixed precision of lowbit allocate --bits 4.7: ")
     printed = json.loads(capsys.readouterr().out)
     assert printed["layers"] == allocate(found, 4.7)
     assert printed["bits_per_weight"] == found.bits_per_weight(printed["layers"]) <= 4.7
