@@ -133,8 +133,8 @@ class Format:
             scaled = x if self.step == 1 else x / self.step
             rounded = scaled.round().clamp_(self.min / self.step, self.max / self.step)
             return rounded.to(torch.int16).bitwise_and_((1 << self.bits) - 1).to(torch.uint8)
-        thresholds = _constant(self._thresholds(x.dtype), x.dtype, x.device)
-        order = _constant(tuple(code for _, code in self._grid), torch.uint8, x.device)
+        thresholds = constant(self._thresholds(x.dtype), x.dtype, x.device)
+        order = constant(tuple(code for _, code in self._grid), torch.uint8, x.device)
         codes = order[torch.bucketize(x.contiguous(), thresholds, out_int32=True).clamp_(max=len(self._grid) - 1)]
         if self.negative_zero is not None:
             zero = next(code for value, code in self._grid if value == 0)
@@ -150,13 +150,13 @@ class Format:
             if self.step == 1:
                 return x.round().clamp_(self.min, self.max)
             return (x / self.step).round_().clamp_(self.min / self.step, self.max / self.step).mul_(self.step)
-        thresholds = _constant(self._thresholds(x.dtype), x.dtype, x.device)
-        numbers = _constant(self.numbers, x.dtype, x.device)
+        thresholds = constant(self._thresholds(x.dtype), x.dtype, x.device)
+        numbers = constant(self.numbers, x.dtype, x.device)
         return numbers[torch.bucketize(x.contiguous(), thresholds, out_int32=True)]
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers of ``codes`` (any integer dtype, any shape), as ``dtype``."""
-        table = _constant(self.values, dtype, codes.device)
+        table = constant(self.values, dtype, codes.device)
         return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
     def _thresholds(self, dtype: torch.dtype) -> tuple[float, ...]:
@@ -209,7 +209,7 @@ def _cached_constant(values: bytes, dtype: torch.dtype, device: torch.device) ->
         return torch.tensor(array("d", values).tolist(), dtype=dtype, device=device)
 
 
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A table on a device: kept, so that a CUDA graph can capture its use; not while tracing, which would keep a fake."""
     if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return torch.tensor(values, dtype=dtype, device=device)

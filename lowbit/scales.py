@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .formats import get_format
-from .grid import Scales, grouped, scale_values, to_codes, to_values
+from .formats import constant, get_format
+from .grid import Scales, divisor, grouped, rounded, scale_values, to_codes, to_values
 from .scheme import PLAIN_SCALES, Scheme
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "nearest_scale",
     "outer_of",
     "round_scale",
+    "rounding_error",
     "rounded_tokens",
     "squared",
     "token_scales",
@@ -30,14 +32,17 @@ _POWERS = (1.0, 2.0, 0.5)  # of the range, for scales that are powers of two: th
 _ENDS = torch.linspace(1.0, 0.4, 8, dtype=torch.float32, device="cpu").tolist()
 _TURNED = torch.linspace(0.95, 0.55, 9, dtype=torch.float32, device="cpu").tolist()  # scales of the other sign
 
+_AT_ONCE = {"cpu": 1 << 18}  # numbers that several ranges are tried on in one operation: what a core's cache holds
+_MANY = 1 << 25  # on any other device, where each operation has a price of its own
+
 
 class _Candidate(NamedTuple):
     """A range to try: what its ends are multiplied by. Without a zero point, whether the largest magnitude becomes that of the
     largest number that has an opposite (``is_even``), and whether the value that has it becomes negative (``sign`` 1), positive
     (-1), or stays what it is, under a positive scale (0)."""
 
-    low: float = 1.0
-    high: float = 1.0
+    low: float | Tensor = 1.0
+    high: float | Tensor = 1.0
     is_even: bool = False
     sign: int = 1
 
@@ -67,7 +72,8 @@ def choose(w: Tensor, scheme: Scheme, method: str = "range", outer: Tensor | Non
     if method == "mse":
         return least_cost(w, scheme, squared, outer)
     outer = outer_of(w, scheme) if outer is None else outer
-    return _from_range(grouped(w, scheme.group(w.shape[-1])), scheme, outer, _POSITIVE if method == "absmax" else _WHOLE, True)
+    extremes = torch.aminmax(grouped(w, scheme.group(w.shape[-1])), dim=-1)
+    return _from_range(extremes, scheme, outer, _POSITIVE if method == "absmax" else _WHOLE, True)
 
 
 def squared(error: Tensor) -> Tensor:
@@ -80,25 +86,49 @@ def least_cost(
 ) -> Scales:
     """Scales for ``w`` [..., N, K] under which rounding to nearest costs least, among ranges of other widths.
 
-    ``cost`` takes the error of rounding, grouped [..., N, G, group] (zeros where the last group is short), and gives
-    [..., N, G]. The whole range comes first, and wins where nothing is cheaper. ``ends``: with a zero point, the two ends of
-    the range move apart from each other. ``outer`` and errors as for :func:`choose`.
+    ``cost`` takes the errors of rounding within several ranges, grouped [C, ..., N, G, group] (zeros where the last group is
+    short), which it may write to, and gives [C, ..., N, G]. The whole range comes first, and wins where nothing is cheaper.
+    ``ends``: with a zero point, the two ends of the range move apart from each other. ``outer`` and errors as for
+    :func:`choose`.
     """
     outer = outer_of(w, scheme) if outer is None else outer
-    group = scheme.group(w.shape[-1])
-    x = grouped(w, group)
-    best: Scales | None = None
+    k = w.shape[-1]
+    x = grouped(w, scheme.group(k))
+    extremes = torch.aminmax(x, dim=-1)
+    best = _from_range(extremes, scheme, outer, _WHOLE, True)  # which alone may raise
     least: Tensor | None = None
-    for candidate in _candidates(scheme, ends):
-        scales = _from_range(x, scheme, outer, candidate, best is None)
-        found = cost(grouped(to_values(to_codes(w, scheme, scales), scheme, scales, w.dtype) - w, group))
-        if best is None or least is None:
-            best, least = scales, found
-            continue
-        better = found < least
-        best, least = scales.where(better, best), torch.where(better, found, least)
-    assert best is not None
+    for candidates in _batches(_candidates(scheme, ends), x):
+        scales = _from_range(extremes, scheme, outer, candidates, False)
+        found = cost(rounding_error(x, k, scheme, scales))
+        found, place = torch.where(found == found, found, torch.inf).min(0, keepdim=True)  # of several the first
+        zero = None if scales.zero_point is None else scales.zero_point.gather(0, place)[0]
+        cheapest = Scales(scales.scale.gather(0, place)[0], zero, outer)
+        if least is not None:
+            better = found[0] < least
+            cheapest, found = cheapest.where(better, best), torch.where(better, found, least)
+        best, least = cheapest, found[0]
     return best
+
+
+def rounding_error(x: Tensor, k: int, scheme: Scheme, scales: Scales) -> Tensor:
+    """What rounding ``x`` [..., G, group], :func:`grouped` from ``k`` columns, to nearest adds to it; 0 behind the last."""
+    scale = scale_values(scheme, scales, x.dtype)[..., None]
+    zero = None if scales.zero_point is None else scales.zero_point[..., None].to(x.dtype)
+    error = rounded(x, scheme.fmt, scale, divisor(scale), zero).sub_(x)
+    if k % x.shape[-1]:
+        error[..., -1, k % x.shape[-1] :] = 0.0
+    return error
+
+
+def _batches(candidates: list[_Candidate], x: Tensor) -> Iterator[_Candidate]:
+    """``candidates`` in their order, several of a kind as one whose ends are tensors, [C, 1, ...] above the groups of ``x``."""
+    count = max(1, _AT_ONCE.get(x.device.type, _MANY) // max(x.numel(), 1))
+    shape = (-1, *(1,) * (x.dim() - 1))
+    for (is_even, sign), run in groupby(candidates, lambda candidate: candidate[2:]):
+        ends = [candidate[:2] for candidate in run]
+        for some in (ends[i : i + count] for i in range(0, len(ends), count)):
+            low, high = (constant(end, x.dtype, x.device).view(shape) for end in zip(*some, strict=True))
+            yield _Candidate(low, high, is_even, sign)
 
 
 def _candidates(scheme: Scheme, ends: bool) -> list[_Candidate]:
@@ -183,13 +213,15 @@ def _power_of_two(absmax: Tensor, largest: float) -> Tensor:
     return torch.where(absmax == 0, -127, exponent).clamp(-127, 127).add(127).to(torch.uint8)
 
 
-def _from_range(x: Tensor, scheme: Scheme, outer: Tensor | None, candidate: _Candidate, checked: bool) -> Scales:
-    """Scales from the extremes of grouped ``x`` [..., N, G, group], as ``candidate`` says.
+def _from_range(
+    extremes: tuple[Tensor, Tensor], scheme: Scheme, outer: Tensor | None, candidate: _Candidate, checked: bool
+) -> Scales:
+    """Scales from the least and the largest values of groups, each [..., N, G], as ``candidate`` says.
 
     ``checked``: they are what was asked for; another range that underflows is a bad candidate and no error.
     """
     fmt, round_to = scheme.fmt, round_scale if checked else nearest_scale
-    low, high = torch.aminmax(x, dim=-1)
+    low, high = extremes
     low, high = low.clamp(max=0) * candidate.low, high.clamp(min=0) * candidate.high
     if scheme.zero_point == "none":
         if scheme.scale == "e8m0":

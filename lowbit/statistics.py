@@ -120,7 +120,7 @@ class Tally:
     rows at a time.
 
     Attributes:
-        gram: float64 [K, K], the sum of x x^T.
+        gram: float64 [K, K], the sum of x x^T, of whose two equal halves the upper one is kept in squares on the diagonal alone.
         absmax: float32 [K].
         count: rows added.
         drift: float64 [K, K], the sum of (f - x) x^T (:attr:`Statistics.drift`); None without ``drifts``.
@@ -174,7 +174,7 @@ class Tally:
         top = float(absmax.max()) if len(absmax) else 0.0
         if top > 1e18:
             raise ValueError(f"{where}: an input of {top:.3g} is too large for its square to fit float32: scale the model down")
-        _add_products(self.gram, rows, rows)
+        _add_products(self.gram, rows, rows, symmetric=True)
         if self.drift is not None and float_x is not None:
             apart = _rows(float_x).to(rows.device, rows.dtype) - rows
             if not bool(torch.isfinite(apart).all()):
@@ -203,7 +203,10 @@ class Tally:
         drift = None if self.drift is None else torch.empty_like(gram)
         for start in range(0, len(gram), _CHUNK):
             rows = slice(start, start + _CHUNK)
-            gram[rows] = (self.gram[rows] + self.gram[:, rows].T) / (2 * count)
+            square = self.gram[rows, rows]
+            gram[rows, rows] = (square + square.T) / (2 * count)
+            gram[rows, :start] = self.gram[rows, :start] / count
+            gram[:start, rows] = gram[rows, :start].T
             if drift is not None and self.drift is not None:
                 drift[rows] = self.drift[rows] / count
         return Statistics(gram, self.absmax.clone(), self.count, drift)
@@ -213,8 +216,10 @@ def _rows(x: Tensor) -> Tensor:
     return x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a^T b to ``total`` [K, K], for ``a`` and ``b`` [rows, K]."""
+def _add_products(total: Tensor, a: Tensor, b: Tensor, symmetric: bool = False) -> None:
+    """Add a^T b to ``total`` [K, K], for ``a`` and ``b`` [rows, K]; of a ``symmetric`` sum what lies below the diagonal's squares
+    alone, and these."""
     for left, right in zip(a.split(_ROWS), b.split(_ROWS), strict=True):
         for start in range(0, left.shape[1], _CHUNK):
-            total[start : start + _CHUNK] += left[:, start : start + _CHUNK].T @ right
+            stop = start + _CHUNK
+            total[start:stop, : stop if symmetric else None] += left[:, start:stop].T @ right[:, : stop if symmetric else None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..grid import Scales, to_codes, to_values
-from ..scales import choose, least_cost, squared
+from ..scales import choose, least_cost, rounding_error, squared
 from ..scheme import Scheme
 from ..statistics import Statistics
 from .rounder import Rounded
@@ -35,24 +35,23 @@ def clip(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None, *
     scales = choose(weight, scheme)
     scale, zero = scales.scale.clone(), None if scales.zero_point is None else scales.zero_point.clone()
     group = scheme.group(weight.shape[1])
-    codes = to_codes(weight, scheme, scales)
-    error = to_values(codes, scheme, scales, weight.dtype) - weight
+    error = to_values(to_codes(weight, scheme, scales), scheme, scales, weight.dtype).sub_(weight)
     for _ in range(passes):
         for g, start in enumerate(range(0, weight.shape[1], group)):
             part = slice(start, start + group)
-            inner = gram[part, part]
-            pull = (error @ gram[:, part] - error[:, part] @ inner)[:, None]  # of the other groups
+            columns, inner = weight[:, part], gram[part, part]
+            pull = (error @ gram[:, part]).addmm_(error[:, part], inner, alpha=-1)[:, None]  # of the other groups
 
             def cost(e: Tensor, inner: Tensor = inner, pull: Tensor = pull) -> Tensor:
-                return ((e @ inner + 2 * pull) * e).sum(-1)
+                return (e @ inner).add_(pull, alpha=2).mul_(e).sum(-1)
 
-            found = least_cost(weight[:, part], scheme, cost, scales.outer, ends=True)
-            codes[:, part] = to_codes(weight[:, part], scheme, found)
-            error[:, part] = to_values(codes[:, part], scheme, found, weight.dtype) - weight[:, part]
+            found = least_cost(columns, scheme, cost, scales.outer, ends=True)
+            error[:, part] = rounding_error(columns[:, None], columns.shape[1], scheme, found)[:, 0]
             scale[:, g : g + 1] = found.scale
             if zero is not None and found.zero_point is not None:
                 zero[:, g : g + 1] = found.zero_point
-    return Rounded(codes, Scales(scale, zero, scales.outer))
+    scales = Scales(scale, zero, scales.outer)
+    return Rounded(to_codes(weight, scheme, scales), scales)
 
 
 def check(*, passes: int = 2) -> None:

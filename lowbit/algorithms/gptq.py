@@ -16,7 +16,7 @@ from ..scales import choose, least_cost
 from ..scheme import Scheme
 from ..statistics import Statistics
 from .coordinate_descent import descend
-from .hessian import Factor, damped, drift_target, inverse_factor, notes_on
+from .hessian import Factor, damped, drift_target, factored, notes_on
 from .rounder import Rounded
 from .rows import find_by_rows
 from .rtn import rtn
@@ -52,8 +52,9 @@ def gptq(
             model (:func:`~lowbit.algorithms.hessian.drift_target`), where the statistics tell how far those inputs drifted.
             Calibration then rounds the layers of a block in the order in which they run, beside the float block.
 
-    Work is 2 N K^2 multiplications and as many again each pass, nearly all of them in matrix products, and K^3 in float64 for
-    the factor. Raises ``ValueError`` for missing statistics, those of another K, and a scale that its own format cannot hold.
+    Work is N K^2 / 2 multiplications, as many as :func:`~lowbit.algorithms.coordinate_descent.descend` says for the passes,
+    nearly all of them in matrix products, and K^3 / 6 in float64 for the factor. Raises ``ValueError`` for missing statistics,
+    those of another K, and a scale that its own format cannot hold.
     """
     if statistics is None:
         raise ValueError("gptq needs statistics of the layer's inputs: give calibration data, or choose hqq, which needs none")
@@ -61,11 +62,13 @@ def gptq(
     if not weight.numel():
         return rtn(weight, scheme)
     _check_channels(statistics, weight)
+    factor = _factored(statistics, weight, damping, act_order)
     if asymmetric:
-        weight = drift_target(weight, statistics, _AIM)
-    order, factor = _factored(statistics, weight, damping, act_order)
-    scales = _ranges(weight, scheme, ranges, order, factor)
-    codes = _swept(weight, scheme, scales, order, factor)
+        weight = drift_target(
+            weight, statistics, factor if factor.damping == _AIM else _factored(statistics, weight, _AIM, False)
+        )
+    scales = _ranges(weight, scheme, ranges, factor)
+    codes = _swept(weight, scheme, scales, factor)
     used = factor.damping
     del factor  # the largest matrix
     if passes:
@@ -101,49 +104,56 @@ def _check_channels(statistics: Statistics, weight: Tensor) -> None:
         raise ValueError(f"statistics are of {k} channels and the weight has {weight.shape[1]}: not the same layer's")
 
 
-def _factored(statistics: Statistics, weight: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Factor]:
-    """The order of the columns, and the factor of the inverse in that order."""
+def _factored(statistics: Statistics, weight: Tensor, damping: float, act_order: bool) -> Factor:
+    """The factor, with the columns in the order in which they are rounded."""
     gram = statistics.gram.to(weight.device)
-    order = torch.arange(len(gram), device=gram.device)
-    if act_order:
-        order = gram.diagonal().argsort(descending=True, stable=True)
-    return order, inverse_factor(gram, damping, order)
+    return factored(gram, damping, gram.diagonal().argsort(descending=True, stable=True) if act_order else None)
 
 
-def _ranges(weight: Tensor, scheme: Scheme, ranges: str, order: Tensor, factor: Factor) -> Scales:
+def _ranges(weight: Tensor, scheme: Scheme, ranges: str, factor: Factor) -> Scales:
     if ranges != "output":
         return choose(weight, scheme, ranges)
-    # The loss of the sweep below is the sum over columns of error^2 / U[j, j]^2: what is left of a column's input once the
-    # later ones have told what they can of it.
+    # The loss of the sweep below is the sum over columns of error^2 * left: what is left of the square of a column's input once
+    # the later ones have told what they can of it.
     left = torch.empty_like(factor.diagonal)
-    left[order] = 1 / factor.diagonal.square()
+    left[factor.order] = factor.diagonal.square()
     importance = grouped(left.to(weight.dtype), scheme.group(weight.shape[1]))
 
     def found(rows: Tensor, outer: Tensor | None) -> Scales:
-        return least_cost(rows, scheme, lambda error: (error.square() * importance).sum(-1), outer, ends=True)
+        return least_cost(rows, scheme, lambda error: error.square_().mul_(importance).sum(-1), outer, ends=True)
 
     return find_by_rows(weight, scheme, found)
 
 
-def _swept(weight: Tensor, scheme: Scheme, scales: Scales, order: Tensor, factor: Factor) -> Tensor:
-    """Codes [N, K], column by column in ``order``; ``factor`` is that of the inverse in the same order."""
-    k, fmt = weight.shape[1], scheme.fmt
-    w = weight.T[order].contiguous()  # a column is a contiguous row here
+def _swept(weight: Tensor, scheme: Scheme, scales: Scales, factor: Factor) -> Tensor:
+    """Codes [N, K], column by column in the order of ``factor``.
+
+    Each column is rounded from where the loss is least as those before it stand: that is ``weight`` without
+    :meth:`~lowbit.algorithms.hessian.Factor.shares` of their errors.
+    """
+    k = weight.shape[1]
+    w = weight.T[factor.order]  # a column is a contiguous row here
     scale = scale_values(scheme, scales, w.dtype).T
     zero = None if scales.zero_point is None else scales.zero_point.T.to(w.dtype)
-    codes = torch.empty_like(w, dtype=torch.uint8)
+    codes, errors = torch.empty_like(w, dtype=torch.uint8), torch.empty_like(w)
     for start in range(0, k, _BLOCK):
-        part = slice(start, start + _BLOCK)
-        groups = order[part] // scheme.group(k)
+        stop = min(start + _BLOCK, k)
+        groups = factor.order[start:stop] // scheme.group(k)
         s, z = scale[groups], None if zero is None else zero[groups]
-        block, errors = w[part], torch.empty_like(w[part])
-        stop = start + len(block)
-        owed = factor.rows(start, stop)  # by each column's error to those behind it
-        owed = (owed / factor.diagonal[part, None])[:, start:].triu(1).to(w.dtype)
-        columns = zip(block, errors, s, divisor(s), [None] * len(s) if z is None else z, owed[:, : len(block)], strict=True)
-        for column, error, *grid, share in columns:
-            torch.sub(column, rounded(column, fmt, *grid), out=error)
-            block.addr_(share, error, alpha=-1)
-        codes[part] = encode(block, fmt, s, z)  # a column is as it was when it was rounded: nothing is owed to it afterwards
-        w[stop:].addmm_(owed[:, len(block) :].T, errors, alpha=-1)
-    return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()
+        shares = factor.shares(start, stop).to(w.dtype)  # [stop, B]
+        block = torch.addmm(w[start:stop], shares[:start].T, errors[:start], alpha=-1)
+        _round_columns(block, w[start:stop], errors[start:stop], shares[start:], scheme, s, z)
+        codes[start:stop] = encode(block, scheme.fmt, s, z)
+    return torch.empty_like(codes).index_copy_(0, factor.order, codes).T.contiguous()
+
+
+def _round_columns(
+    block: Tensor, w: Tensor, errors: Tensor, shares: Tensor, scheme: Scheme, scale: Tensor, zero: Tensor | None
+) -> None:
+    """The columns ``block`` [B, N] one after another, each less its ``shares`` [B, B] of the ``errors`` of those before, which
+    are written to; a column is as it was when it was rounded, since nothing is owed to it afterwards."""
+    zeros = [None] * len(block) if zero is None else zero
+    columns = zip(block, w, errors, scale, divisor(scale), zeros, shares.triu(1), strict=True)
+    for column, was, error, *grid, share in columns:
+        torch.sub(rounded(column, scheme.fmt, *grid), was, out=error)
+        block.addr_(share, error, alpha=-1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowbit import LayerConfig, QLinear, quantize_
 from lowbit.algorithms import ROUNDERS, Rounded, Rounder
 from lowbit.algorithms.gptq import gptq
-from lowbit.algorithms.hessian import drift_target
+from lowbit.algorithms.hessian import drift_target, factored
 from lowbit.algorithms.rtn import rtn
 from lowbit.calibration.topo_order import topological_levels
 from lowbit.grid import to_values
@@ -47,7 +47,8 @@ def test_the_aim_is_the_least_squares_solution(k, rows, damping, seed):
     wide, float_wide = x.double(), float_x.double()
     held = (damping * rows * wide.square().mean()).sqrt() * torch.eye(k, dtype=torch.float64)
     want = torch.linalg.lstsq(torch.cat([wide, held]), torch.cat([float_wide @ w.T, held @ w.T])).solution.T
-    found = drift_target(w, Statistics.of(x, float_x=float_x), damping)
+    statistics = Statistics.of(x, float_x=float_x)
+    found = drift_target(w, statistics, factored(statistics.gram, damping))
     torch.testing.assert_close(found, want, rtol=0, atol=1e-4 * float(w.abs().max()) * (1 + k / damping * 1e-2))
 
 

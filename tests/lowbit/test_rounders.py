@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit import QTensor
 from lowbit.algorithms import ROUNDERS, Rounded
 from lowbit.algorithms.coordinate_descent import descend
-from lowbit.algorithms.hessian import damped, inverse_factor
+from lowbit.algorithms.hessian import damped, factored
 from lowbit.grid import Scales, grouped, scale_values, to_codes, to_values
 from lowbit.layer_config import LayerConfig
 from lowbit.scales import choose
@@ -206,17 +206,22 @@ def test_gptq_is_the_published_one_for_any_scheme(scheme, k, damping, seed):
 
 
 @given(st.integers(1, 30), st.floats(1e-3, 1), seeds)
-def test_factor_of_the_inverse(k, damping, seed):
-    gram = correlated(k, seed % 1009).gram.double()
-    factor = inverse_factor(gram, damping)
-    upper = factor.rows(0, k)
+def test_factor(k, damping, seed):
+    """It is what its description says, for columns in any order."""
+    gram, order = correlated(k, seed % 1009).gram.double(), torch.randperm(k, generator=torch.Generator().manual_seed(seed))
+    want, backwards = damped(gram, damping), order.flip(0)
+    factor = factored(gram, damping, order)
+    close = {"rtol": 0, "atol": 1e-12 * k / damping}
     assert factor.damping == damping
-    assert torch.equal(upper, upper.triu())
-    assert torch.equal(factor.rows(k // 2, k), upper[k // 2 :])
-    assert torch.equal(factor.diagonal, upper.diagonal())
-    torch.testing.assert_close(
-        upper.T @ upper @ damped(gram, damping), torch.eye(k, dtype=torch.float64), rtol=0, atol=1e-12 * k / damping
-    )
+    assert torch.equal(factor.lower, factor.lower.tril())
+    torch.testing.assert_close(factor.lower @ factor.lower.T, want[backwards][:, backwards], **close)
+    assert torch.equal(factor.diagonal, factor.lower.diagonal().flip(0))
+    upper = factor.lower.T
+    all_shares = (upper / upper.diagonal()[:, None]).triu(1).flip(0, 1).T  # of column j, moved by those before it
+    assert torch.equal(factor.shares(0, k), all_shares)
+    assert torch.equal(factor.shares(k // 2, k), all_shares[:, k // 2 :])
+    assert torch.equal(factor.shares(0, k // 2 + 1), all_shares[: k // 2 + 1, : k // 2 + 1])
+    torch.testing.assert_close(factor.divide(want), torch.eye(k, dtype=torch.float64), **close)
 
 
 # ---- descent ---------------------------------------------------------------------------------------------------------

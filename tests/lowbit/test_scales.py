@@ -16,7 +16,7 @@ import lowbit_kernels.ops  # noqa: F401 - defines the operators
 from lowbit.formats import FORMATS
 from lowbit.grid import Scales, grouped, scale_values, to_codes, to_values
 from lowbit.packing import unpack
-from lowbit.scales import METHODS, choose, outer_scale, round_scale
+from lowbit.scales import METHODS, choose, least_cost, outer_scale, round_scale, squared
 from lowbit.scheme import PLAIN_SCALES, SCHEMES, Scheme
 from lowbit_kernels import reference
 from tests.support import oracle
@@ -305,6 +305,19 @@ def test_searching_never_costs(w, scheme):
         for s in (choose(w, scheme, "mse"), whole)
     ]
     assert bool((error[0] <= error[1]).all())
+
+
+@settings(max_examples=40)
+@given(weights(largest=2.0**50), every_scheme, st.booleans(), st.integers(1, 100))
+def test_ranges_tried_together_are_those_tried_one_by_one(w, scheme, ends, count):
+    assume(fits(w, scheme))
+    found = []
+    for at_once in (1, count * max(w.numel(), 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lowbit.scales._AT_ONCE", {"cpu": at_once})
+            found.append(least_cost(w, scheme, squared, ends=ends))
+    assert torch.equal(found[0].scale, found[1].scale)
+    assert found[0].zero_point is found[1].zero_point is None or torch.equal(found[0].zero_point, found[1].zero_point)
 
 
 def test_searching_raises_no_more():
