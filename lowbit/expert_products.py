@@ -59,7 +59,7 @@ def grouped_linear(x: Tensor, weight: QTensor, ends: Sequence[int], bias: Tensor
     if len(ends) != weight.shape[0]:
         raise ValueError(f"there are {weight.shape[0]} experts, and the ends of {len(ends)}")
     if weight._trains and torch.is_grad_enabled():
-        x = _Untrained.apply(x, weight)
+        x = _Untrained.apply(x, weight)  # type: ignore[no-untyped-call]
     matrices, found, start = weight.matrices(), [], 0
     for expert, end in enumerate(ends):
         if end > start:

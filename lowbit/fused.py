@@ -46,7 +46,7 @@ class _Call:
         self.products: dict[int, _Products] = {}
 
 
-class _Arguments(tuple):
+class _Arguments(tuple[Any, ...]):
     """The arguments of a call, which alone keep what belongs to it: no hook tells of a call that KeyboardInterrupt ends."""
 
     call: _Call

@@ -124,7 +124,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         if self.fused is not None:
             self.fused.leave(self)
         fixed = self.input_scale
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if fixed is not None and self.input_scale is not None and self.input_scale.dtype != fixed.dtype:
             self.input_scale = fixed.to(self.input_scale.device)
         return self
@@ -133,7 +133,7 @@ class QLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         return {**self.__dict__, "fused": None} if self.fused is not None else self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "fused" in state:  # a copy is a layer by itself
             self.weight.pins_layout = False
             self._relayout()

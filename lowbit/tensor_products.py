@@ -46,7 +46,7 @@ def product(
         raise ValueError(f"x must end in {k} features, got shape {tuple(x.shape)}")
     parts = (weight.packed, weight.scale, weight.zero_point, weight._outer)
     if weight._trains and torch.is_grad_enabled():
-        x = _Untrained.apply(x, weight)
+        x = _Untrained.apply(x, weight)  # type: ignore[no-untyped-call]
     if inlined.active() and activation is None:
         return inlined.linear(x, *parts, bias, weight.scheme, weight.byte_layout, k)
     if inlined.active() and activation is not None and input_scale is not None:
@@ -134,7 +134,7 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm:
         y = inlined.embedding(input, *parts, weight.scheme, weight.byte_layout, weight.shape[-1], weight.dtype)
     else:
         y = torch.ops.lowbit.embedding(input, *parts, weight.scheme_str, weight.byte_layout, weight.shape[-1], weight.dtype)
-    return _Untrained.apply(y, weight) if weight._trains and torch.is_grad_enabled() else y
+    return _Untrained.apply(y, weight) if weight._trains and torch.is_grad_enabled() else y  # type: ignore[no-untyped-call]
 
 
 @implements(ATEN, aten.mm.default)

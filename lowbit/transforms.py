@@ -59,7 +59,7 @@ class Hadamard(Transform):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves with the model and keeps its dtype: a rounded factor would turn vectors and stretch them."""
-        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
+        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)  # type: ignore[no-untyped-call]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class ChannelScale(Transform):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves with the model and keeps its dtype: weights are rounded to what these very numbers leave to them."""
-        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
+        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)  # type: ignore[no-untyped-call]
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class ExpertInputs(TorchDispatchMode):
     """
 
     def __init__(self, watched: Mapping[str, Experts], add: Callable[[str, int, Tensor], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._watched, self._add = watched, add
         self._copies: dict[StorageWeakRef, _Held] = {}  # a weak reference keeps the address from being given away again
 

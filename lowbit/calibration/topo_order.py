@@ -50,7 +50,7 @@ class _DepthMode(TorchDispatchMode):
     """Gives each tensor that an operator makes, or writes to, the largest depth of those that the operator read."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._depth: dict[StorageWeakRef, int] = {}  # a weak reference keeps the address from being given away again
 
     def of(self, value: Any) -> int:

@@ -187,7 +187,7 @@ def _hub_outline(model: str) -> Any:
 
 
 def _hub_folder(model: str) -> Path:
-    from transformers.utils import cached_file
+    from transformers.utils import cached_file  # type: ignore[attr-defined]
 
     found: Any = cached_file(model, "config.json")
     return Path(found).parent

@@ -158,11 +158,11 @@ def _register() -> None:
         def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
             x = args[0]
             if not isinstance(x, DTensor):
-                x = self._from_local_last_dim_shard(x, mesh, module.in_features)
+                x = self._from_local_last_dim_shard(x, mesh, module.in_features)  # type: ignore[no-untyped-call]
             x = x.redistribute(placements=[Replicate()])
-            if self.should_use_local_tensors(module):
+            if self.should_use_local_tensors(module):  # type: ignore[no-untyped-call]
                 x = x.to_local()
-            return super().transform_inputs_pre_forward(module, (x, *args[1:]), kwargs, mesh)
+            return super().transform_inputs_pre_forward(module, (x, *args[1:]), kwargs, mesh)  # type: ignore[no-untyped-call]
 
     if _GATHERED not in ALL_PARALLEL_STYLES:
         style: Any = Gathered(input_layouts=Replicate(), output_layouts=Replicate())

@@ -139,7 +139,7 @@ class LowbitQuantizer(HfQuantizer):
         from ..dequantize import dequantize_
 
         dequantize_(model, dtype)
-        self.remove_quantization_config(model)
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         return model
 
     def is_serializable(self) -> bool:

@@ -42,7 +42,7 @@ def wrap_modules(kind: Any) -> None:
         return load(Path(path).parent, model).train(training)
 
     save_torch_weights.__lowbit__ = True  # type: ignore[attr-defined]
-    kind.save_torch_weights, kind.load_torch_weights = save_torch_weights, classmethod(load_torch_weights)
+    kind.save_torch_weights, kind.load_torch_weights = save_torch_weights, classmethod(load_torch_weights)  # type: ignore[arg-type]
 
 
 _PLACES = ("subfolder", "token", "cache_folder", "revision", "local_files_only")
