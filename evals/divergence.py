@@ -160,19 +160,20 @@ def divergence(model: nn.Module, reference: Reference, *, progress: Progress | N
 
     Raises ``ValueError`` for a model of another vocabulary. Logits that hold NaN make every figure of the divergence NaN.
     """
-    kl: list[float] = []
-    same = 0
+    means: list[Tensor] = []  # on the device until the end, so that no chunk waits for the one before
+    same: list[Tensor] = []
     for start, logits in _batches(model, reference.chunks, reference.vocabulary):
         reference_logits = reference.logits(start, start + len(logits))
         for quantized_logits, float_logits in zip(logits, reference_logits, strict=True):
             total, agreed = _compared(float_logits, quantized_logits)
-            kl.append(total / len(quantized_logits))
-            same += agreed
+            means.append(total / len(quantized_logits))
+            same.append(agreed)
         if progress is not None:
             progress(start + len(logits), len(reference.chunks))
+    kl: list[float] = torch.stack(means).tolist()
     tokens = len(kl) * (reference.chunks.shape[1] - 1)
     low, high = _interval(kl)
-    return Divergence(fmean(kl), low, high, same / tokens, tokens)
+    return Divergence(fmean(kl), low, high, int(torch.stack(same).sum()) / tokens, tokens)
 
 
 def student_quantile(p: float, degrees: int) -> float:
@@ -209,18 +210,20 @@ def _batches(model: nn.Module, chunks: Tensor, vocabulary: int | None) -> Iterat
 
 
 @torch.inference_mode()
-def _compared(float_logits: Tensor, quantized_logits: Tensor) -> tuple[float, int]:
-    """The sum of KL(theirs || ours) over tokens, and for how many both have the same largest logit: [tokens, vocabulary]."""
-    total, agreed = 0.0, 0
+def _compared(float_logits: Tensor, quantized_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of KL(theirs || ours) over tokens, float64 [], and for how many both have the same largest logit, int64 []:
+    [tokens, vocabulary]."""
+    total = torch.zeros((), dtype=torch.float64, device=quantized_logits.device)
+    agreed = torch.zeros((), dtype=torch.int64, device=quantized_logits.device)
     rows = max(1, _DOUBLES // quantized_logits.shape[-1])
     for start in range(0, len(quantized_logits), rows):
         y = quantized_logits[start : start + rows]
         x = float_logits[start : start + rows].to(y.device)
-        agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
+        agreed += (x.argmax(-1) == y.argmax(-1)).sum()
         p, q = x.double().log_softmax(-1), y.double().log_softmax(-1)
         chance = p.exp()
         # What the float model rules out adds nothing, also where both logits are -infinity.
-        total += float(torch.where(chance > 0, chance * (p - q), 0).sum(-1).clamp_min(0).sum())
+        total += torch.where(chance > 0, chance * (p - q), 0).sum(-1).clamp_min(0).sum()
     return total, agreed
 
 

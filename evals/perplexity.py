@@ -65,18 +65,19 @@ def perplexity(
     vocabulary = int(getattr(getattr(model, "config", None), "vocab_size", 0)) or len(tokenizer)
     rows = max(1, _LOGITS // (context * vocabulary))
     device = next(model.parameters()).device
-    total, tokens = 0.0, 0
+    losses: list[Tensor] = []  # on the device until the end, so that no batch waits for the one before
+    tokens = 0
     with torch.inference_mode():
         for start in range(0, len(chunks), rows):
             ids = chunks[start : start + rows].to(device)
             logits = model(ids).logits
             for i, (row, targets) in enumerate(zip(logits, ids, strict=True), start):
                 first = max(1, context - stride) if i else 1
-                total += float(cross_entropy(row[first - 1 : -1].float(), targets[first:], reduction="sum"))
+                losses.append(cross_entropy(row[first - 1 : -1].float(), targets[first:], reduction="sum"))
                 tokens += context - first
             if progress is not None:
                 progress(start + len(ids), len(chunks))
-    loss = total / tokens
+    loss = sum(torch.stack(losses).tolist()) / tokens
     return Perplexity(math.exp(loss) if loss < 700 else math.inf, loss, tokens, len(chunks), context, stride)
 
 
