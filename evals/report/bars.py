@@ -12,7 +12,7 @@ from .drawing import ACCENT, FILL, INK, LINE, MUTED, PAPER, SOFT, canvas, legend
 from .entries import Entry, Runs, clean, finite
 from .labels import short, tail
 
-__all__ = ["kernels", "layers", "sizes", "speeds"]
+__all__ = ["layers", "sizes", "speeds"]
 
 _ROW = 22  # pixels of a bar with the room around it
 _PARTS = (("codes", ACCENT, "codes"), ("scales", SOFT, "scales, zero points"), ("float", FILL, "left in float"))
@@ -91,30 +91,6 @@ def median_decibels(entry: Entry) -> float | None:
     """Of its layers."""
     found = _decibels(entry)
     return statistics.median(found.values()) if found else None
-
-
-def kernels(runs: Runs, width: int) -> Figure | None:
-    """Calls of each kernel for one decoded token and for a prompt; the eager reference in another colour."""
-    titles = {"decode": "Calls for one decoded token", "prompt": "Calls for a prompt"}
-    ran = [(e, {when: list((e.part("kernels").get(when) or {}).items()) for when in titles}) for e in runs.entries]
-    rows = [(e, counts, line) for e, counts in ran for line in range(max(map(len, counts.values())))]
-    if not rows:
-        return None
-    lines = 1 if width > 500 else 2
-    figure = canvas(width, lines * (44 + _ROW * len(rows)))
-    largest = max(calls for _, counts in ran for when in titles for _, calls in counts[when])
-    for i, (when, title) in enumerate(titles.items()):
-        axes = figure.add_subplot(lines, 3 - lines, i + 1)
-        axes.set_title(title)
-        named = i == 0 or lines == 2
-        _rows(axes, [_label(entry, width) if named and line == 0 else "" for entry, _, line in rows])
-        for y, (_, counts, line) in enumerate(rows):
-            for kernel, calls in counts[when][line : line + 1]:
-                axes.barh(y, calls, height=0.56, color=FILL if kernel.startswith("reference") else ACCENT)
-                _write_beside(axes, calls, y, f"{calls:,} \u00d7 {short(clean(kernel), 28)}")
-        axes.set_xlim(0, max(largest, 1) * (2.0 if width > 500 else 2.4))
-        _hide_scale(axes)
-    return figure
 
 
 def speeds(runs: Runs, width: int) -> Figure | None:

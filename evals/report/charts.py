@@ -22,7 +22,6 @@ _CHARTS: dict[str, Callable[[Runs, int], Figure | None]] = {
     "size": bars.sizes,
     "layers": bars.layers,
     "weights": histograms.weights,
-    "kernels": bars.kernels,
     "speed": bars.speeds,
 }
 NAMES = tuple(_CHARTS)

@@ -107,7 +107,7 @@ def _frame(axes: Any, panel: _Panel) -> None:
     if panel.log:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.6, high * 2.2)
-        axes.yaxis.set_major_locator(LogLocator(numticks=7))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
         return
