@@ -224,7 +224,7 @@ def test_demo(
     out = tmp_path / "out"
     (float_row, row) = parsed(capsys, "demo", "--limit", 1, "--out", out)["gemv"]["rows"]
     assert (float_row["scheme"], row["scheme"], row["n"]) == ("float", "int8", 512)
-    assert sorted(path.suffix for path in out.iterdir()) == [".html", ".json", *[".png"] * 6]
+    assert sorted(path.suffix for path in out.iterdir()) == [".html", ".json", *[".png"] * 5]
     assert run(["demo", "--limit", "2"]) == 0
     printed = capsys.readouterr().out
     assert "int8, x int8" in printed
