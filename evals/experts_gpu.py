@@ -1,5 +1,8 @@
 """Few tokens through a layer of experts on a GPU, quantized and in bf16: the table of experts on a GPU.
 
+A CUDA graph can capture at most as many choices (tokens times top-k) as there are experts: for more the host has to know which
+expert each token chose. Larger numbers of tokens are left out.
+
     python -m lowbit.evals.experts_gpu --out experts_gpu.json
 
 The experts are those of Mixtral-8x7B (E 8, top 2, H 4,096, I 14,336) and Qwen3-30B-A3B (E 128, top 8, H 2,048, I 768) with random
@@ -94,6 +97,7 @@ def measure(
     device = torch.device("cuda")
     rows: list[dict[str, Any]] = []
     limits = ReadLimits(device, 5)
+    tokens = [m for m in tokens if m * shape["top_k"] <= shape["experts"]]
     dense: Any = layer(shape, device)
     floats = dense.model.layers[0].mlp.experts
     per_expert = sum(parameter.nbytes for parameter in floats.parameters()) // shape["experts"]

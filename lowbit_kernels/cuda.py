@@ -23,8 +23,6 @@ from .registry import ALL_PLAIN_SCALES, Call, Kernel, register
 __all__ = [
     "available",
     "dequant_gemm",
-    "contracts_of_mixed_gemm",
-    "hopper_only",
     "kind_of",
     "linear",
     "mixed_gemm",
@@ -125,7 +123,7 @@ def dequant_gemm(
     return y
 
 
-def hopper_only(call: Call) -> str | None:
+def _only_hopper(call: Call) -> str | None:
     return (
         None
         if call.arch == 90 and call.k > 0
@@ -196,16 +194,11 @@ FAMILIES: tuple[tuple[str, dict[str, Any], bool], ...] = tuple(
 )
 
 
-def contracts_of_mixed_gemm(first: int, is_plain: bool) -> tuple[tuple[str, str, tuple[int, int | None]], ...]:
-    """The end of the name, contract and range of M of rows of mixed_gemm from M = ``first`` on."""
-    if not is_plain:
-        return (("", "exact", (first, None)),)
-    return ("", "exact", (first, 64)), ("_rounded", "weights rounded once", (65, None))
-
-
 # Hopper's rows come first: they are faster from nine rows of x on.
 for _suffix, _fields, _is_plain in FAMILIES:
-    for _end, _contract, _rows in contracts_of_mixed_gemm(9, _is_plain):
+    for _end, _contract, _rows in (
+        (("", "exact", (9, 64)), ("_rounded", "weights rounded once", (65, None))) if _is_plain else (("", "exact", (9, None)),)
+    ):
         register(
             Kernel(
                 f"cuda_mixed_gemm{_suffix}{_end}",
@@ -214,7 +207,7 @@ for _suffix, _fields, _is_plain in FAMILIES:
                 _contract,
                 m=_rows,
                 arch=90,
-                predicate=hopper_only,
+                predicate=_only_hopper,
                 tiles=((16, 128, 512), (32, 128, 256), (64, 128, 256), (128, 128, 64), (256, 128, 512)),
                 **_fields,
             )

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit.scheme import Scheme
 
 from . import epilogues
-from .gradients import CONSTANT
+from .gradients import CONSTANT, past_epilogue
 from .ops import _check_weight, _check_x, _like, _likes, call_for, on_one_device
 from .registry import Call, run
 from .rules import Rule, save
@@ -74,31 +74,27 @@ def _fake(x: Tensor, packed: Tensor, *rest: Any) -> Tensor:
 # ---- gradients -------------------------------------------------------------------------------------------------
 
 
+def _product(*args: Any) -> Tensor:
+    return torch.ops.lowbit.experts_linear(*args)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, packed, scale, zero_point, outer, bias, scheme, layout, experts, epilogue = inputs
-    save(ctx, packed, scale, zero_point, outer, experts, *([] if epilogue == "none" else [x, bias]))
-    ctx.scheme, ctx.layout, ctx.epilogue, ctx.x = scheme, layout, epilogue, (x.shape, x.dtype)
+    save(ctx, packed, scale, zero_point, outer, experts, *([] if epilogue == "none" else [x, bias, experts]))
+    ctx.scheme, ctx.layout, ctx.activation, ctx.epilogue, ctx.x = scheme, layout, (), epilogue, (x.shape, x.dtype)
     ctx.constant = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and i not in (_X, _BIAS, _EXPERTS)]
-
-
-def _past_epilogue(ctx: Any, weight: tuple[Any, ...], experts: Tensor, before: list[Any], grad: Tensor) -> Tensor:
-    if not before:
-        return grad
-    x, bias = before
-    y = torch.ops.lowbit.experts_linear(x, *weight, bias, ctx.scheme, ctx.layout, experts)
-    return epilogues.epilogue(ctx.epilogue).backward(grad, y)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[1:]
     if any(needs[i] for i in ctx.constant):
         raise RuntimeError(CONSTANT)
-    *parts, experts, x, bias = (*ctx.saved_tensors, None, None)[:7]
-    weight = tuple(parts)
-    grad = _past_epilogue(ctx, weight, experts, [] if ctx.epilogue == "none" else [x, bias], grad)
+    packed, scale, zero_point, outer, experts, *pre_epilogue = ctx.saved_tensors
+    weight = packed, scale, zero_point, outer
+    grad = past_epilogue(_product, ctx, weight, pre_epilogue, grad)
     (count, k), dtype = ctx.x
     rows, biases = grad.new_zeros(len(experts), k), []
-    for e in range(weight[0].shape[0]):  # without a look at the choices, which transforms of torch.func forbid
+    for e in range(packed.shape[0]):  # without a look at the choices, which transforms of torch.func forbid
         of_expert = torch.where((experts == e)[:, None], grad, 0)
         if needs[_X]:
             matrix = (None if part is None else part[e] for part in weight)
@@ -115,13 +111,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
     if any(tangents[i] is not None for i in ctx.constant):
         raise RuntimeError(CONSTANT)
-    *parts, experts, x, bias = (*ctx.saved_tensors, None, None)[:7]
-    weight, (shape, dtype) = tuple(parts), ctx.x
+    packed, scale, zero_point, outer, experts, *pre_epilogue = ctx.saved_tensors
+    weight, (shape, dtype) = (packed, scale, zero_point, outer), ctx.x
     of_x, of_bias = tangents[_X], tangents[_BIAS]
     if of_x is None:
         of_x = torch.zeros(shape, dtype=dtype, device=experts.device)
-    found = torch.ops.lowbit.experts_linear(of_x, *weight, of_bias, ctx.scheme, ctx.layout, experts)
-    return _past_epilogue(ctx, weight, experts, [] if ctx.epilogue == "none" else [x, bias], found)
+    found = _product(of_x, *weight, of_bias, ctx.scheme, ctx.layout, experts)
+    return past_epilogue(_product, ctx, weight, pre_epilogue, found)
 
 
 OPERATORS: dict[str, Operator] = {"experts_linear": Operator(_experts_linear, _fake, Rule(_setup, _backward, _jvp))}

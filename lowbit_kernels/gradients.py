@@ -15,7 +15,7 @@ from torch import Tensor
 from . import epilogues
 from .rules import Rule, save
 
-__all__ = ["CONSTANT", "of_product"]
+__all__ = ["CONSTANT", "of_product", "past_epilogue"]
 
 _X, _BIAS = 0, 5
 CONSTANT = "the scales of a quantized weight, and of x, have no gradient: call requires_grad_(False) on them"
@@ -42,12 +42,12 @@ def _dense(ctx: Any, weight: tuple[Any, ...]) -> Tensor:
     return torch.ops.lowbit.dequantize(*weight, ctx.scheme, ctx.layout, ctx.k, ctx.dtype)
 
 
-def _past_epilogue(product: Any, ctx: Any, weight: tuple[Any, ...], pre_epilogue: list[Any], grad: Tensor) -> Tensor:
+def past_epilogue(product: Any, ctx: Any, weight: tuple[Any, ...], pre_epilogue: list[Any], grad: Tensor) -> Tensor:
     """``grad`` times the derivative of the epilogue, the same in both directions."""
     if not pre_epilogue:
         return grad
-    x, bias, *input_scale = pre_epilogue
-    y = product(x, *weight, bias, ctx.scheme, ctx.layout, *ctx.activation, *input_scale)
+    x, bias, *last = pre_epilogue  # what stands behind the layout and the activation: the scale of x, or experts
+    y = product(x, *weight, bias, ctx.scheme, ctx.layout, *ctx.activation, *last)
     return epilogues.epilogue(ctx.epilogue).backward(grad, y)
 
 
@@ -57,7 +57,7 @@ def _backward(product: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
         raise RuntimeError(CONSTANT)
     packed, scale, zero_point, outer, *pre_epilogue = ctx.saved_tensors
     weight = packed, scale, zero_point, outer
-    grad = _past_epilogue(product, ctx, weight, pre_epilogue, grad)
+    grad = past_epilogue(product, ctx, weight, pre_epilogue, grad)
     found: list[Tensor | None] = [None] * len(needs)
     if needs[_X]:
         found[_X] = grad @ _dense(ctx, weight)
@@ -79,4 +79,4 @@ def _jvp(product: Any, ctx: Any, *tangents: Tensor | None) -> Tensor:
     else:
         found = x @ _dense(ctx, weight).mT
         found = found if of_bias is None else found + of_bias
-    return _past_epilogue(product, ctx, weight, pre_epilogue, found)
+    return past_epilogue(product, ctx, weight, pre_epilogue, found)

@@ -13,7 +13,7 @@ import pytest
 from lowbit.evals.triton_targets import CASES, TARGETS
 from tests import ROOT
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not built for this system")
 
 PROGRAM = """
 import json, sys

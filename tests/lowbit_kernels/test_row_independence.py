@@ -78,7 +78,8 @@ def cases(op: str, **more: Any) -> list[Any]:
     found: dict[str, list[Any]] = {}
     for case in linear_cases(op, ("plain", "strided", "transposed"), **more):
         run, _, sizes = case.values
-        if 1 < sizes["m"] <= (17 if run.row.on_request else 65) and sizes["n"] * sizes["k"] < 1 << 17:
+        few = 17 if run.row.on_request else 65
+        if sizes["m"] <= few and sizes["m"] * sizes.get("experts", 1) > 1 and sizes["n"] * sizes["k"] < 1 << 17:
             found.setdefault(case.id.split("-")[0] + run.device, []).append(case)
     return [case for some in found.values() for case in some[: 2 if some[0].values[0].row.on_request else 16]]
 
@@ -113,6 +114,18 @@ def test_grouped_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
         return run.do("operator", scheme, x.reshape(2, m, k), *parts, bias).cpu().flatten(0, 1)
 
     assert_independent(make_x(2 * m, k, dtype, case["form"]), m + n + k, product, rounds=False)
+
+
+@pytest.mark.parametrize(("run", "scheme", "case"), cases("experts_linear", experts=(3,)))
+def test_experts_linear(run: Run, scheme: Scheme, case: dict[str, Any]) -> None:
+    m, n, k, dtype = case["m"], case["n"], case["k"], case["dtype"]
+    parts = make_weight(scheme, 3, n, k).arranged(run.row.layout, scheme)
+    bias, chosen = make_bias(dtype, 3, n) if case["bias"] else None, torch.arange(3 * m) % 3
+
+    def product(x: Tensor) -> Tensor:
+        return run.do("operator", scheme, x.reshape(3 * m, k), *parts, bias, rest=(chosen,)).cpu()
+
+    assert_independent(make_x(3 * m, k, dtype, case["form"]), m + n + k, product, rounds=False)
 
 
 activation_schemes = st.sampled_from(
